@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from functools import partial
+from math import ceil
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -178,7 +179,8 @@ def _serves_all(request: Request) -> bool:
 
 def _max_length(config: GenerationConfig, criteria: StoppingCriteriaList) -> int:
     """The number of tokens at which a text ends, its prompt and padding included; a user's criterion comes first."""
-    return min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=int(config.max_length))
+    limits = (c.max_length for c in criteria if type(c) is MaxLengthCriteria)
+    return ceil(min(limits, default=config.max_length))  # transformers takes 4.0, too
 
 
 def _prepare_row(backbone: Backbone, prompt: Sequence[int], kwargs: dict[str, Any]) -> list[Request]:
@@ -309,10 +311,12 @@ def _require_supported(config: GenerationConfig, input_ids: Tensor, model_kwargs
 
 
 def _require_text(inputs: Mapping[str, Any]) -> None:
-    """Raise a `RequestError` if one of the model's `inputs` is not one that `generate` makes of text itself."""
+    """Raise a `RequestError` if one of the model's `inputs` is not one that `generate` makes of text itself.
+
+    It may have any type: transformers 5.23 gives encoded images as a dict, which is empty without images."""
     for name, value in inputs.items():
-        parts = value if isinstance(value, (list, tuple)) else (value,)
-        if name not in EXPECTED_INPUTS and any(isinstance(part, Tensor) for part in parts):
+        is_empty = value is None or value is False or (isinstance(value, Sized) and not len(value))
+        if name not in EXPECTED_INPUTS and not is_empty:
             raise RequestError(f"the model input {name} is not supported by tree decoding; only text can be continued")
 
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from medusa.errors import RequestError, first_line
 from medusa.recording import names_of, recorded
-from medusa.tree_support import longrope_boundary, text_config, why_no_tree
+from medusa.tree_support import context_of, longrope_boundary, text_config, why_no_tree
 from medusa.versions import warn_if_untested
 
 SAME_BASE = 0.05
@@ -64,7 +64,7 @@ class Backbone:
         self.hidden_size: int = self.head_weight.shape[1]
         self.feature_layers = self._resolved(feature_layers)
         self.vocab_size: int = self.config.vocab_size
-        self.context: int | None = getattr(self.config, "max_position_embeddings", None)  # in tokens; `None`: unknown
+        self.context = context_of(self.config)
         self.rope_boundary = longrope_boundary(model)
         self.rereads = self.config.model_type in ("phi3", "phimoe", "phi4_multimodal")
         """Whether `model.generate` drops its KV cache and reads the whole text again at `rope_boundary`."""

@@ -45,6 +45,10 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Model inputs that mark which tokens are text (0), and which stand for images or sound."""
 
 
+DRAFT_SLOTS = 512
+"""Slots that a draft fills, at most."""
+
+
 def text_config(model: PreTrainedModel) -> Any:
     """Return the config of the text decoder, which is a part of the config of a multimodal model."""
     return model.config.get_text_config(decoder=True)
@@ -61,6 +65,25 @@ def without_text_types(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[s
         for name, value in inputs.items()
         if not (name in types and isinstance(value, Tensor) and not value.any())
     }
+
+
+def context_of(config: PretrainedConfig) -> int | None:
+    """Return the number of tokens that a text of a model with this `config` may have; `None`: unknown.
+
+    Llama 4 multiplies the queries of layers without RoPE by a factor that grows with the slot of a token, in steps of
+    `floor_scale` slots. Nodes of a tree and short rows of a batch have other slots than positions, so their texts end
+    before the first step, with room for a draft."""
+    config = config.get_text_config(decoder=True)
+    context: int | None = getattr(config, "max_position_embeddings", None)
+    if not scales_by_slot(config):
+        return context
+    step = int(config.floor_scale)
+    return min(context or step, max(step - DRAFT_SLOTS, step // 2))
+
+
+def scales_by_slot(config: PretrainedConfig) -> bool:
+    """Whether a text decoder multiplies queries by a factor that depends on the slot of a token (`context_of`)."""
+    return bool(getattr(config, "attn_temperature_tuning", False)) and not all(getattr(config, "no_rope_layers", [1]))
 
 
 def longrope_boundary(model: PreTrainedModel) -> int | None:

@@ -760,3 +760,12 @@ def test_seeds_reach_a_custom_method(llama: Any, heads: MedusaHeads) -> None:
     expected = generate(llama, heads, **batch, tree=TREE, seeds=[4, 5], **options)
     given = {"medusa_heads": heads, "medusa_tree": TREE, "medusa_seeds": [4, 5]}
     assert torch.equal(llama.generate(**batch, custom_generate=medusa_generate, **given, **options), expected)
+
+
+@pytest.mark.parametrize("count", [4, 4.0, 3.5])
+def test_a_number_of_tokens_need_not_be_an_integer(count: float) -> None:
+    """transformers ends a text at the first token from this number on."""
+    model, ids = tiny_model(), torch.tensor([random_ids(5)])
+    expected = model.generate(ids, max_new_tokens=count, do_sample=False)
+    assert torch.equal(generate(model, random_heads(model), ids, max_new_tokens=count, do_sample=False), expected)
+    assert expected.shape[1] == 9

@@ -18,11 +18,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_models
 from decode import generate, medusa_generate
+from decode.strategies.best_first_beam import WholeTexts, scorer_for
 from decode.tree_check import check_tree_forward
 from medusa import RequestError, Tree
 from medusa.backbone import Backbone
 from medusa.gguf import gguf_file
-from medusa.loading import BackboneFiles, LoadOptions, auto_class, load_backbone, load_config, load_tokenizer
+from medusa.loading import (
+    BackboneFiles,
+    LoadOptions,
+    auto_class,
+    load_backbone,
+    load_config,
+    load_tokenizer,
+    text_limits,
+)
+from medusa.tree_support import DRAFT_SLOTS, context_of
 from tests.gguf_files import TOKENS, write_gguf
 from tests.helpers import COMMON, VOCAB, left_padded, plain, random_heads, random_ids, tiny_model
 
@@ -88,6 +98,48 @@ def test_token_types_of_text_pass_and_others_are_refused(name: str, types: str) 
             call(**zeros | {types: torch.ones_like(ids)})
     with pytest.raises(RequestError, match="the model input pixel_values is not supported"):
         calls[0](**zeros, pixel_values=[torch.zeros(3, 28, 28)])
+
+
+def test_images_are_refused_at_every_door() -> None:
+    """transformers encodes images before it calls a custom method, which then gets a dict instead of `pixel_values`."""
+    model = tiny_model("llava")
+    heads, image = random_heads(model, 2), torch.randn(1, 3, 28, 28)
+    model.config.image_token_id = VOCAB - 1
+    ids = torch.tensor([[*random_ids(8), *[VOCAB - 1] * 4, *random_ids(3)]])
+    kwargs = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    seen = [model.generate(ids, pixel_values=picture, **kwargs) for picture in (image, 9 * image)]
+    assert not torch.equal(*seen), "the image does not matter: no power"
+    for call in (
+        lambda **its: model.generate(ids, custom_generate=medusa_generate, medusa_heads=heads, **its, **kwargs),
+        lambda **its: generate(model, heads, ids, **its, **kwargs),
+    ):
+        with pytest.raises(RequestError, match="only text can be continued"):
+            call(pixel_values=image)
+    with pytest.raises(RequestError, match="mm_encoder_outputs is not supported"):
+        generate(model, heads, ids, mm_encoder_outputs={"image": object()}, **kwargs)
+
+
+@pytest.mark.parametrize("floor", [48, 64])
+def test_texts_of_llama_4_end_before_it_scales_queries_by_slot(floor: int) -> None:
+    """It counts slots where other models count positions, so a tree or a short row would get other factors."""
+    model = tiny_model("llama4_text", floor_scale=floor, attn_scale=0.9, attn_temperature_tuning=True)
+    backbone, config = Backbone(model), model.config
+    assert not all(config.no_rope_layers)
+    assert backbone.context == text_limits(config).context == floor // 2
+    heads, prompts = random_heads(model, 3), [random_ids(floor // 2 - 6), random_ids(5, seed=1)]
+    batch = left_padded(prompts)
+    found = generate(model, heads, tree=Tree.top_k([4, 2]), **batch, max_new_tokens=99, do_sample=False)
+    width = len(prompts[0])
+    for row, prompt in zip(found.tolist(), prompts, strict=True):
+        room = floor // 2 - len(prompt)
+        assert row[width : width + room] == plain(model, prompt, max_new_tokens=room)
+    with pytest.raises(RequestError, match=f"context ends at {floor // 2}"):
+        generate(model, heads, torch.tensor([random_ids(floor // 2 + 1)]), max_new_tokens=1, do_sample=False)
+    assert isinstance(scorer_for(model, prompts[1]), WholeTexts), "a beam fills more slots than a text"
+    usual = tiny_model("llama4_text").config
+    assert context_of(usual) == min(usual.max_position_embeddings, 8192 - DRAFT_SLOTS)
+    usual.attn_temperature_tuning = False
+    assert context_of(usual) == usual.max_position_embeddings
 
 
 def test_zeros_that_change_the_text_are_refused() -> None:

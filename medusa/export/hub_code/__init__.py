@@ -16,7 +16,7 @@ PARTS = [
 ]
 """The files that are joined, in this order."""
 FUTURE = "from __future__ import annotations\n\n"
-FROM_PART = re.compile(rf"^from (?:\.\w+|medusa\.(?:{'|'.join(SHARED)})) import .*\n\n?", re.MULTILINE)
+FROM_PART = re.compile(rf"^from (?:\.\w+|medusa\.(?:{'|'.join(SHARED)})) import (?:\([^)]*\)|.*)\n\n?", re.MULTILINE)
 
 
 def bundle() -> str:

@@ -13,7 +13,15 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from medusa.recording import names_of, recorded
-from medusa.tree_support import LayerKinds, additive, drop_call_hooks, longrope_boundary, text_config, why_no_tree
+from medusa.tree_support import (
+    LayerKinds,
+    additive,
+    context_of,
+    drop_call_hooks,
+    longrope_boundary,
+    text_config,
+    why_no_tree,
+)
 
 from .heads import CandidateTree, Heads, require
 
@@ -36,7 +44,7 @@ class Continuation:
 
     def __post_init__(self) -> None:
         length, end = self.ids.shape[1], int(self.config.max_length)
-        context = getattr(text_config(self.model), "max_position_embeddings", None)
+        context = context_of(self.model.config)
         self.limit = end if context is None else min(end, context)
         boundary = longrope_boundary(self.model)
         require(

@@ -131,11 +131,12 @@ def test_without_an_end_token_texts_have_the_maximum_length(model: Any) -> None:
 
 @pytest.mark.parametrize("family", ["mistral, window", "gemma3_text", "llama4_text", "gpt2", "deepseek_v3", "bloom"])
 def test_models_of_all_kinds(family: str) -> None:
-    """Windows and chunks go by position, not by slot; ALiBi models, without tree support, read each text again."""
+    """Windows and chunks go by position, not by slot; ALiBi models, without tree support, read each text again, and
+    Llama 4, which scales queries by slot."""
     model = tiny_model(family)
     prompt = random_ids(9, seed=1)
     scorer = scorer_for(model, prompt)
-    assert isinstance(scorer, WholeTexts if family == "bloom" else OnTree)
+    assert isinstance(scorer, WholeTexts if family in ("bloom", "llama4_text") else OnTree)
     expected = Obvious(model, prompt, 3, 5, 0.0, {9})
     options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 5, "eos_token_id": 9, "batch_size": 3}
     found = best_first_beam(model, prompt, num_return_sequences=3, **options)
