@@ -26,6 +26,7 @@ from medusa.tree_support import TOKEN_TYPES, longrope_boundary, without_text_typ
 
 ADAPTERS_OF_A_CALL = "adapter_names cannot be combined with heads; call model.set_adapter instead"
 EXPECTED_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+EXPECTED_INPUTS |= {"cache_params"}  # how Mamba calls its cache
 """Model inputs that `generate` itself adds to the ids. Others would change the text, and tree decoding refuses them."""
 
 

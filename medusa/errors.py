@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable
 from importlib.metadata import requires
 from importlib.util import find_spec
+from itertools import takewhile
 
 
 class RequestError(ValueError):
@@ -61,9 +62,12 @@ def require_extra(extra: str, *modules: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an error's message; without a message, the name of the error's type."""
+    """Return the first non-empty line of an error's message; without a message, the name of the error's type.
+
+    A line that ends with a colon is a heading, so the next one follows it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    headings = list(takewhile(lambda line: line.endswith(":"), lines))
+    return " ".join(lines[: len(headings) + 1]) or type(error).__name__
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -125,6 +125,8 @@ class BackboneFiles:
                 **placed,
                 **_hub(source.path, options),
             }
+            if options.dtype == "float64":
+                keywords["experts_implementation"] = "eager"  # the default kernel multiplies 16 and 32 bits only
             if source.gguf is not None:
                 # The config is read again, because transformers changes it.
                 keywords |= {"gguf_file": source.gguf.name, "config": read_gguf(AutoConfig, source.gguf)}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from decode.bench.benchmark import Contender, StageTimer, accepted_by_node, run_rounds, summarize
 from decode.bench.calibration.recording import record
@@ -36,6 +37,7 @@ from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
 from medusa.memory import bytes_of, peak_memory
+from medusa.tree_support import context_of
 
 LOSSY_SAMPLING = [rule.name for rule in RULES.values() if rule.samples and not rule.lossless]
 """The lossy rules for a temperature above 0."""
@@ -168,13 +170,32 @@ def log_likelihood(backbone: Backbone, results: Sequence[Result], temperature: f
     return total / max(count, 1)
 
 
-def assisted_by(job: BenchmarkJob, name: str, trust_remote_code: bool = False) -> Contender:
-    """Make a contender that decodes with transformers' assisted generation and the draft model `name`.
+def assisted(job: BenchmarkJob, name: str | None = None, trust_remote_code: bool = False) -> Contender:
+    """Make a contender that decodes with transformers' assisted generation: the draft model `name`, or prompt lookup.
 
-    Raises RequestError if there is no such model, or if its vocabulary or tokenizer differs from the backbone's."""
+    Raises RequestError if there is no such model, if its vocabulary or tokenizer differs from the backbone's, if it
+    cannot read texts of this length, or if it or the backbone has recurrent layers, which transformers refuses."""
     model, tokenizer, backbone = job.loaded.model, job.loaded.tokenizer, job.loaded.name
+    _require_stateless(model, "the backbone")
+    if name is None:
+        return job.by_transformers("generate prompt-lookup", job.settings, prompt_lookup_num_tokens=10)
     context = DrafterContext(model, tokenizer=tokenizer, name=backbone, trust_remote_code=trust_remote_code)
-    return job.by_transformers(f"generate model:{name}", job.settings, assistant_model=load_small_model(name, context))
+    small = load_small_model(name, context)
+    _require_stateless(small, f"the draft model {name}")
+    most = max(map(len, job.prompts)) + job.settings.max_new_tokens
+    longest, room = min(most, Backbone(model).context or most), context_of(small.config)
+    if room is not None and longest > room:
+        raise RequestError(
+            f"the draft model {name} reads {room} tokens, and prompts and answers have up to {longest}; give a smaller "
+            "--max-new-tokens, shorter prompts, or another model"
+        )
+    return job.by_transformers(f"generate model:{name}", job.settings, assistant_model=small)
+
+
+def _require_stateless(model: PreTrainedModel, called: str) -> None:
+    if model._is_stateful:
+        reason = f"transformers' assisted generation takes no recurrent layers, and {called} has some"
+        raise RequestError(f"{reason}; leave out --against")
 
 
 def add_prediction(job: BenchmarkJob, medusa: MethodFigures, calibrations: Sequence[Path]) -> None:

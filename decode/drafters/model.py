@@ -76,9 +76,10 @@ class DraftModelConfig(DrafterConfig):
         if not self.widths:
             return Tree.chain(self.tokens)
         try:
-            return Tree.top_k([int(width) for width in self.widths.split("x")])
+            widths = [int(width) for width in self.widths.split("x")]
         except ValueError:
             raise RequestError(f"drafter model: widths is {self.widths!r}; write numbers such as 3x2x1") from None
+        return Tree.top_k(widths)
 
     def check(self, config: PretrainedConfig) -> None:
         require_same_vocabulary(self.model, load_config(small_model_path(self.model)), config, "draft model")

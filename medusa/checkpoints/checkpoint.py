@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,8 @@ from medusa.files import Json
 from medusa.heads import class_of
 
 Tensors = dict[str, Tensor]
+SCALES = ("_scale", "_scale_inv", "_scaling_factor", "_amax", ".scales", ".qzeros")
+"""Endings of the names of tensors that belong to quantised weights."""
 
 
 @dataclass
@@ -69,6 +71,8 @@ def require_exactly(tensors: Tensors, wanted: Tensors, source: str, called: Call
     """Raise RequestError unless `tensors` have exactly the names and shapes of `wanted`, and floats where these do.
 
     Error messages begin with `source`, and `called` converts a name in `tensors` to the name in the file."""
+    unknown = sorted(set(tensors) - set(wanted))
+    require_unquantised({called(name): its for name, its in tensors.items()}, source, map(called, unknown))
     for name, like in wanted.items():
         if name not in tensors:
             raise RequestError(f"{source} misses the tensor {called(name)}; its heads are not complete")
@@ -76,9 +80,16 @@ def require_exactly(tensors: Tensors, wanted: Tensors, source: str, called: Call
             raise RequestError(f"{source}: {called(name)} has the shape {list(found)}, not {list(like.shape)}")
         if like.is_floating_point() and not tensors[name].is_floating_point():
             raise RequestError(f"{source}: {called(name)} is {tensors[name].dtype}; only floats can be loaded")
-    unknown = sorted(set(tensors) - set(wanted))
     if unknown:
         raise RequestError(f"{source} holds the tensor {called(unknown[0])}, which belongs to no head; remove it")
+
+
+def require_unquantised(tensors: Tensors, source: str, others: Iterable[str]) -> None:
+    """Raise RequestError if the names of `others` show scaling factors of quantised weights, or numbers have 8 bits."""
+    found = next((name for name in others if name.endswith(SCALES)), None)
+    found = found or next((n for n, its in tensors.items() if its.is_floating_point() and its.itemsize == 1), None)
+    if found is not None:
+        raise RequestError(f"{source} holds {found}: its weights are quantised; use the unquantised ones")
 
 
 def require_plausible(tensors: Tensors, source: str, **counts: int) -> None:

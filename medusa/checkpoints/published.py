@@ -21,7 +21,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from medusa.checkpoints.checkpoint import Checkpoint, Tensors, empty, require_exactly, require_plausible
+from medusa.checkpoints.checkpoint import (
+    Checkpoint,
+    Tensors,
+    empty,
+    require_exactly,
+    require_plausible,
+    require_unquantised,
+)
 from medusa.checkpoints.stored import Form
 from medusa.config import MedusaConfig, our_keys
 from medusa.errors import RequestError
@@ -170,8 +177,7 @@ def from_others(stored: Mapping[str, Tensor], published: Json, source: str, aske
     prefix = next((match[0] for match in map(PREFIX.match, stored) if match), "")
     # Tensors without the prefix belong to the backbone, except in vLLM's files, where names with and without it mix.
     inside = {name.removeprefix(prefix): name for name in stored if of_vllm or name.startswith(prefix)}
-    if scale := next((name for name in inside if name.endswith(("_scale", "_scaling_factor", "_amax"))), None):
-        raise RequestError(f"{source} holds {prefix}{scale}: its weights are quantised; use the unquantised ones")
+    require_unquantised({name: stored[name] for name in inside.values()}, source, inside.values())
     names = next((names for names in (VLLM, TENSORRT_LLM) if any(map(names.block_of, inside))), PUBLISHED)
     layers = 1 + max((int(match["l"]) for match in map(names.block_of, inside) if match), default=-1)
     # Unknown names stay as they are, so that `from_published` rejects them.

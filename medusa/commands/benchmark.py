@@ -274,11 +274,8 @@ def measure_all(options: BenchmarkOptions, job: BenchmarkJob, others: dict[str, 
     from decode.bench.calibration.stored import files_for
     from medusa.commands.trees import heads_folder
 
-    further = []
-    if "prompt-lookup" in options.against:
-        further.append(job.by_transformers("generate prompt-lookup", job.settings, prompt_lookup_num_tokens=10))
-    trusts = options.load.trust_remote_code
-    further += [measure.assisted_by(job, name, trusts) for name in options.draft_models]
+    assistants = [*([None] if "prompt-lookup" in options.against else []), *options.draft_models]
+    further = [measure.assisted(job, name, options.load.trust_remote_code) for name in assistants]
     further += [Contender(name, job.drafted(job.settings, source=source)) for name, source in others.items()]
     result = measure.run_benchmark(job, further)
     if options.temperatures:

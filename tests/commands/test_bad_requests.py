@@ -45,6 +45,28 @@ def test_an_amateur_of_another_tokenizer(refused: Any, place: Place, tmp_path: P
     assert "the draft model demo has 4096 tokens" in refused(*measure, "--against", "model:demo")
 
 
+@pytest.mark.parametrize(
+    ("backbone", "against", "said"),
+    [
+        ("qwen3_5_text", "prompt-lookup", "takes no recurrent layers, and the backbone has some; leave out --against"),
+        ("llama", "mamba", "takes no recurrent layers, and the draft model"),
+        ("llama", "gpt2", "reads 24 tokens, and prompts and answers have up to"),
+    ],
+)
+def test_assisted_generation_that_transformers_does_not_do(
+    refused: Any, place: Place, tmp_path: Path, backbone: str, against: str, said: str
+) -> None:
+    """Before anything is measured: an error in the middle would lose all figures."""
+    shutil.copytree(place.backbone, tmp_path / "backbone")
+    tiny_model(backbone).save_pretrained(tmp_path / "backbone")
+    if against != "prompt-lookup":
+        shutil.copytree(place.backbone, tmp_path / "small")
+        tiny_model(against, **({"max_position_embeddings": 24} if against == "gpt2" else {})).save_pretrained(tmp_path / "small")
+        against = f"model:{tmp_path / 'small'}"
+    measure = ("benchmark", "--backbone", tmp_path / "backbone", "--drafter", "ngram", "--prompts", place.prompts)
+    assert said in refused(*measure, "--max-new-tokens", "24", "--against", against)
+
+
 # --- trees and heads -------------------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,15 @@ def test_token_types_of_text_pass_and_others_are_refused(name: str, types: str) 
         calls[0](**zeros, pixel_values=[torch.zeros(3, 28, 28)])
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_experts_can_be_loaded_in_float64(family: str, tmp_path: Path) -> None:
+    """transformers' default kernel for experts takes 16 and 32 bits only."""
+    tiny_model(family).save_pretrained(tmp_path)
+    model = load_backbone(str(tmp_path), LoadOptions("float64", "cpu")).model
+    assert model.dtype == torch.float64
+    assert same_text(model, model)
+
+
 def test_images_are_refused_at_every_door() -> None:
     """transformers encodes images before it calls a custom method, which then gets a dict instead of `pixel_values`."""
     model = tiny_model("llava")

@@ -241,9 +241,20 @@ ADDED: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
     "confidence of gates": ({"confidence_head.gate.weight": torch.ones(1, H)}, {}, "another form than DSpark's"),
     "confidence at top level": ({"confidence_proj.weight": torch.ones(1, H)}, {}, "another form than DSpark's"),
     "confidence alone": ({"confidence_head.proj.weight": torch.ones(1, H)}, {}, "confidence without Markov edges"),
+    "quantised": ({"layers.0.mlp.down_proj.weight_scale": torch.ones(1)}, {}, "quantised; use the unquantised ones"),
+    "blocks of 8 bits": ({"layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1)}, {}, "quantised; use the unquan"),
     "unknown": ({"layers.0.extra.weight": torch.ones(H)}, {}, "layers.0.extra.weight"),
     "layer types": ({}, {"layer_types": 2 * ["chunked_attention"]}, "chunked_attention"),
 }
+
+
+@pytest.mark.parametrize("name", ["z-lab", "DSpark"])
+def test_weights_of_8_bits_without_their_factors_are_refused(name: str, tmp_path: Path) -> None:
+    tensors = LAYOUTS[name].tensors()
+    key = "layers.0.mlp.down_proj.weight"
+    LAYOUTS[name].write(tmp_path, tensors | {key: tensors[key].to(torch.float8_e4m3fn)})
+    with pytest.raises(RequestError, match=f"holds {key}: its weights are quantised"):
+        MedusaHeads.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("case", ADDED)

@@ -389,6 +389,14 @@ def test_tensors_that_are_missing_or_too_many(tmp_path: Path, name: str) -> None
         MedusaHeads.from_pretrained(write(tmp_path, AUTHORS, broken))
 
 
+def test_quantised_layers_are_refused(tmp_path: Path) -> None:
+    tensors = AUTHORS.tensors()
+    codes = {"midlayer.mlp.up_proj.weight": tensors["midlayer.mlp.up_proj.weight"].to(torch.float8_e4m3fn)}
+    for number, added in enumerate((codes, {"midlayer.mlp.up_proj.weight_scale": torch.ones(1)})):
+        with pytest.raises(RequestError, match="its weights are quantised; use the unquantised ones"):
+            MedusaHeads.from_pretrained(write(tmp_path / str(number), AUTHORS, tensors | added))
+
+
 # Exports, by the same rules
 
 

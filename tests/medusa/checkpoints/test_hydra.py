@@ -213,6 +213,7 @@ def added(name: str, *shape: int) -> Any:
         (added("hydra_mlp.1.3.linear.weight", 3, 3), r"hydra_mlp.1.3.linear.weight has the shape \[3, 3\], not"),
         (added("hydra_lm_head.1.1.weight", 7, 3), r"hydra_lm_head.1.1.weight has the shape \[7, 3\], not"),
         (added("hydra_lm_head.3.1.weight", 7, 3), "holds the tensor hydra_lm_head.3.1.weight, which belongs to no"),
+        (added("hydra_lm_head.1.1.weight_scale", 1, 1), "its weights are quantised; use the unquantised ones"),
         (added("eagle.weight", 2), "holds the tensor eagle.weight, which belongs to no head"),
         (added("hydra_mlp.999999.1.linear.weight", 2, 2), "names head 999999 but holds"),
         (added("prefix_embeding_layer.norm.weight", 2), "holds the tensor prefix_embeding_layer.norm.weight"),
