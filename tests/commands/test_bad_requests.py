@@ -45,6 +45,14 @@ def test_an_amateur_of_another_tokenizer(refused: Any, place: Place, tmp_path: P
     assert "the draft model demo has 4096 tokens" in refused(*measure, "--against", "model:demo")
 
 
+def test_a_heading_of_transformers_is_followed_by_its_reason(refused: Any, place: Place, tmp_path: Path) -> None:
+    shutil.copytree(place.backbone, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}), encoding="utf-8")
+    said = refused(*generate(place, **{"--backbone": str(tmp_path)}))
+    assert "Validation error for field 'hidden_size': TypeError: Field 'hidden_size' expected int, got str" in said
+
+
 @pytest.mark.parametrize(
     ("backbone", "against", "said"),
     [
