@@ -112,7 +112,8 @@ def until_pipe_closes(run: Callable[[], int]) -> int:
         try:
             return run()
         finally:
-            sys.stdout.flush()  # otherwise Python would flush at its end, and print a traceback
+            if sys.stdout is not None:  # which a shell can close
+                sys.stdout.flush()  # otherwise Python would flush at its end, and print a traceback
     except BrokenPipeError:
         if not _discard_closed():  # the pipe of something else, such as a worker process
             raise
@@ -127,7 +128,7 @@ def until_pipe_closes(run: Callable[[], int]) -> int:
 def _discard_closed() -> bool:
     """Send the rest of outputs without a reader to the null device; return whether there are such outputs."""
     null, closed = os.open(os.devnull, os.O_WRONLY), False
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         poll = select.poll()
         poll.register(stream.fileno(), 0)
         if any(event & select.POLLERR for _, event in poll.poll(0)):

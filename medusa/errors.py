@@ -76,6 +76,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near}?" if near else ""
 
 
+def require_arguments(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise RequestError if one of the keywords `given` to a Python `function` is not among the `known` ones."""
+    names = list(known)
+    if unknown := [name for name in given if name not in names]:
+        hint = did_you_mean(unknown[0], names) or f"; choose from {', '.join(names)}"
+        raise RequestError(f"{function} has no argument {unknown[0]}{hint}")
+
+
 def choose_one_of(word: object, known: Iterable[str]) -> str:
     """Return the advice `choose one of A, B` for a word that is not among the known names, with the nearest name."""
     names = list(known)

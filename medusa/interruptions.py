@@ -18,6 +18,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.number = 0  # of the first signal; 0: none
+        self.raised = False  # `Interrupted`, which Python swallows in callbacks of weak references and in `__del__`
         self._notice: Callable[[], None] | None = None  # what to call at the first signal, if it only sets `number`
         self._process = os.getpid()
         is_main = threading.current_thread() is threading.main_thread()
@@ -43,6 +44,7 @@ class Signals:
             self._notice()
             return
         self.restore()
+        self.raised = True
         raise Interrupted(number)
 
     def restore(self) -> None:
@@ -61,6 +63,8 @@ def interruptible(saved: Callable[[], str]) -> Iterator[Signals]:
     signals = Signals()
     try:
         yield signals
+        if signals.raised:
+            raise Interrupted(signals.number)
     except KeyboardInterrupt as stopped:
         number = getattr(stopped, "number", signal.SIGINT)
         raise Interrupted(number, getattr(stopped, "saved", "") or saved()) from None

@@ -91,7 +91,10 @@ def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
         offline = HubOptions(local_files_only=True) if hub_keywords(name) else HubOptions()
         return _download(name, {**offline, **hub})
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = why_missing(name, needs_owner=True) or f"neither a local folder nor on the Hub ({first_line(error)})"
+        reason = why_missing(name, needs_owner=True)
+        if not reason and getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            reason = f"the Hub shows it to nobody without access ({first_line(error)}); log in with `hf auth login`"
+        reason = reason or f"neither a local folder nor on the Hub ({first_line(error)})"
         raise RequestError(f"no heads at {name}: {reason}") from None
 
 

@@ -8,6 +8,7 @@ The code is made from the modules in `medusa/export/hub_code/`."""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,9 @@ def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoin
     return written
 
 
+NO_ACCESS, TOO_MANY, SERVER_ERRORS = (401, 403, 404), 429, 500  # statuses of HTTP
+
+
 class PushOptions(TypedDict, total=False):
     """The options of `MedusaHeads.push_to_hub`."""
 
@@ -99,7 +103,10 @@ def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str
 
     benchmark, revision = options.get("benchmark"), options.get("revision")
     facts = Facts(repo_id, options.get("license"), benchmark=None if benchmark is None else read_benchmark(benchmark))
-    api = HfApi(token=options.get("token"))
+    token = options.get("token")
+    if isinstance(token, str) and not re.fullmatch("[!-~]+", token):  # an error of HTTP would quote it
+        raise RequestError("the token has a space, a line end or a letter that no token has; take it without them")
+    api = HfApi(token=token)
     try:
         repo = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
         if revision is not None:
@@ -110,10 +117,13 @@ def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str
             message = options.get("commit_message") or f"{config.num_heads} {config.kind} heads for {of}"
             done = api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as error:
-        raise RequestError(
-            f"cannot push to {repo_id}: {first_line(error)}; log in with `hf auth login`, or pass a token that may "
-            "write there"
-        ) from None
+        unasked = 0 if isinstance(error, HFValidationError) else NO_ACCESS[0]  # a wrong name, or no token
+        status = getattr(getattr(error, "response", None), "status_code", unasked)
+        told = f"cannot push to {repo_id}: {getattr(error, 'server_message', None) or first_line(error)}"
+        if status == TOO_MANY or status >= SERVER_ERRORS:
+            raise RunError(f"{told}; try again later") from None
+        may = "; log in with `hf auth login`, or pass a token that may write there"
+        raise RequestError(told + (may if status in NO_ACCESS else "")) from None
     except (HTTPError, OSError) as error:  # HTTPError is that of httpx or requests, depending on the version
         raise RunError(f"cannot push to {repo_id}: {first_line(error)}; is the Hub reachable from here?") from error
     return str(done.commit_url)

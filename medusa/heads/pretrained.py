@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from medusa.config import MedusaConfig
-from medusa.errors import RequestError, did_you_mean
+from medusa.errors import RequestError, require_arguments
 from medusa.files import Json
 from medusa.heads import class_of
 
@@ -74,10 +74,7 @@ class PretrainedHeads(nn.Module):
         from medusa.checkpoints.folder import HubOptions, load
 
         _require_placement(dtype, device)
-        if unknown := [name for name in hub if name not in HubOptions.__annotations__]:
-            known = HubOptions.__annotations__
-            hint = did_you_mean(unknown[0], known) or f"; choose from {', '.join(known)}"
-            raise RequestError(f"from_pretrained has no argument {unknown[0]}{hint}")
+        require_arguments("from_pretrained", hub, HubOptions.__annotations__)
         checkpoint = load(name_or_path, **hub)
         with torch.device("meta"):
             heads = cls.from_config(checkpoint.config)
@@ -100,8 +97,9 @@ class PretrainedHeads(nn.Module):
 
         The repository, such as `org/heads`, is created if it does not exist. The `options` are `private`, `token`,
         `revision`, `commit_message`, `license` and `benchmark`. The address of the commit is returned."""
-        from medusa.export.repository import push
+        from medusa.export.repository import PushOptions, push
 
+        require_arguments("push_to_hub", options, PushOptions.__annotations__)
         return push(self.checkpoint(), repo_id, **options)
 
 

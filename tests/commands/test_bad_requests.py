@@ -69,7 +69,9 @@ def test_assisted_generation_that_transformers_does_not_do(
     tiny_model(backbone).save_pretrained(tmp_path / "backbone")
     if against != "prompt-lookup":
         shutil.copytree(place.backbone, tmp_path / "small")
-        tiny_model(against, **({"max_position_embeddings": 24} if against == "gpt2" else {})).save_pretrained(tmp_path / "small")
+        tiny_model(against, **({"max_position_embeddings": 24} if against == "gpt2" else {})).save_pretrained(
+            tmp_path / "small"
+        )
         against = f"model:{tmp_path / 'small'}"
     measure = ("benchmark", "--backbone", tmp_path / "backbone", "--drafter", "ngram", "--prompts", place.prompts)
     assert said in refused(*measure, "--max-new-tokens", "24", "--against", against)

@@ -260,6 +260,22 @@ def test_a_server_may_write_the_text(place: Place, tmp_path: Path) -> None:
     server.shutdown()
 
 
+def test_a_server_that_fails_does_not_decide_what_is_learned(place: Place, tmp_path: Path) -> None:
+    """One that stops after a few answers would leave heads that learn from these alone, in a finished stage."""
+    server = FakeServer()
+    server.trouble = lambda number, body: number > 2 and (400, {}, json.dumps({"error": "gone"}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    asked = options(model=place.backbone, minutes=1.0, server=server.url)
+    plan = make_plan(asked, PROBE, COSTS, 1000, 20)
+    write_prompts(tmp_path / stages.TRAIN, [parse_record({"text": f"abc{n}"}, f"mine:{n}") for n in range(8)])
+    work = stages.text_stage(stages.Run(asked, tmp_path, plan, PROBE)).work
+    with pytest.raises(RunError, match=r"of 8 answers of the server failed; .* and the same command asks again"):
+        work()
+    server.trouble = lambda number, body: False
+    assert work()["texts"] == 8
+    server.shutdown()
+
+
 def test_a_server_is_asked_before_the_model_is_loaded(place: Place, tmp_path: Path, no_loading: None) -> None:
     server = FakeServer()
     server.models = ["base", "lora"]

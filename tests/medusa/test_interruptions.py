@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -37,3 +38,19 @@ def test_a_signal_that_is_ignored_stays_ignored(number: signal.Signals) -> None:
     with interruptible(lambda: ""):
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_in_a_callback_of_a_weak_reference_is_not_lost(number: signal.Signals) -> None:
+    """Python prints an exception that such a callback raises, and goes on."""
+
+    class Thing:
+        pass
+
+    thing = Thing()
+    reference = weakref.ref(thing, lambda _: os.kill(os.getpid(), number))
+    with pytest.raises(Interrupted, match="two texts") as stopped, interruptible(lambda: "two texts"):
+        del thing
+    assert reference() is None
+    assert stopped.value.number == number

@@ -27,7 +27,7 @@ from medusa.commands.fit.prompts import Split, write_prompts
 from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, ModelsWithHeads, Prompts, warn
 from medusa.commands.trees import HEADS
-from medusa.errors import NotCompilableError
+from medusa.errors import NotCompilableError, RunError
 from medusa.files import Json, write_text
 from medusa.memory import release
 from medusa.options import Options
@@ -35,6 +35,7 @@ from medusa.options import Options
 CALIBRATION_TOKENS = 128  # per text
 CALIBRATED_ON = 6000  # tokens; at up to six tokens a step, twice the steps that a calibration needs
 FEWEST_TEXTS = 32
+LOST = 0.1  # of the answers, which a server may fail to give; more say that the server fails
 TEST, TRAIN, TEXT = "test.jsonl", "prompts.jsonl", "text.jsonl"
 Result = TypeVar("Result")
 
@@ -140,8 +141,14 @@ def text_stage(run: Run) -> Stage:
         run.options.output.note(str(figures))
         if figures.warning:
             warn(figures.warning)
-        if figures.failed:  # later questions of long conversations; to try again would not help
+        if figures.failed:
             asked = figures.texts + figures.failed
+            if run.options.server is not None and figures.failed > LOST * asked:
+                told = (
+                    f"{figures.failed} of {asked} answers of the server failed; {figures.failed_path} has the reasons"
+                )
+                raise RunError(f"{told}, and the same command asks again")
+            # Of the others, most are later questions of long conversations; to try again would not help.
             warn(f"training does without {figures.failed} of {asked} answers; {figures.failed_path} has the reasons")
         return {"texts": figures.texts, "tokens": figures.tokens, "mean_tokens": figures.tokens / figures.texts}
 

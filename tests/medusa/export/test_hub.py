@@ -21,7 +21,7 @@ import huggingface_hub
 import pytest
 import torch
 import yaml
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, TextIteratorStreamer
 
@@ -500,11 +500,37 @@ def test_a_failed_push_raises_a_one_line_error(llama: Any, monkeypatch: pytest.M
     heads = random_heads(llama, 2)
     nobody_listens = functools.partial(huggingface_hub.HfApi, endpoint="http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub(refuses=HFValidationError("bad name")))
-    with pytest.raises(RequestError, match="bad name; log in with `hf auth login`"):
+    with pytest.raises(RequestError, match=r"bad name$"):
         heads.push_to_hub("org/heads")
+    for status, error, words in (
+        (403, RequestError, "may not write; log in with `hf auth login`"),
+        (402, RequestError, "may not write$"),
+        (503, RunError, "may not write; try again later"),
+        (429, RunError, "may not write; try again later"),
+    ):
+        response = SimpleNamespace(status_code=status, headers={}, request=None, url="")
+        refusal = HfHubHTTPError("Error", response=response, server_message="may not write")
+        monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub(refuses=refusal))
+        with pytest.raises(error, match=words):
+            heads.push_to_hub("org/heads")
     monkeypatch.setattr(huggingface_hub, "HfApi", nobody_listens)
     with pytest.raises(RunError, match=r"refused; is the Hub reachable from here\?"):
         heads.push_to_hub("org/heads", token="none")
+
+
+def test_arguments_that_would_be_ignored_are_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistyped `private` would publish heads; a token with a line end would stand in an error of HTTP."""
+    heads, hub = random_heads(llama, 2), FakeHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    with pytest.raises(RequestError, match="push_to_hub has no argument privat; did you mean private"):
+        heads.push_to_hub("org/heads", privat=True)  # type: ignore[call-arg]
+    with pytest.raises(RequestError, match="push_to_hub has no argument create_pr; choose from private, token"):
+        heads.push_to_hub("org/heads", create_pr=True)  # type: ignore[call-arg]
+    for token in ("hf_SECRET\n", "hf_ SECRET", "hf_SECRETü"):
+        with pytest.raises(RequestError, match="the token has a space, a line end or a letter") as refused:
+            heads.push_to_hub("org/heads", token=token)
+        assert "SECRET" not in str(refused.value)
+    assert not hub.calls, "nothing was asked"
 
 
 # ------------------------------------------------------------------------------------------------------- the card
