@@ -210,6 +210,12 @@ def test_a_broken_pipe_to_another_program_is_an_error(monkeypatch: pytest.Monkey
         until_pipe_closes(write)
 
 
+def test_an_output_that_the_shell_closed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`medusa info demo >&-`: Python then has no `sys.stdout`."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert until_pipe_closes(lambda: 3) == 3
+
+
 def test_progress_without_a_terminal_is_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
