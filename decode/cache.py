@@ -352,9 +352,9 @@ def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
     size = prod(shape) * like.element_size()
     if like.device.type != "cpu" or not size:
         return like.new_zeros(shape)
-    memory = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
-    start = -memory.data_ptr() % ALIGNMENT
-    return memory[start : start + size].view(like.dtype).view(*shape)
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.frombuffer(memory, dtype=like.dtype, count=prod(shape), offset=start).view(*shape)
 
 
 def most_slots(tokens: int) -> int:
