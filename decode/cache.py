@@ -31,7 +31,8 @@ from decode.layers.recurrent import StateLayer
 from decode.ops.attention import Run, runs_of
 from decode.ops.transfer import keep_rows, on_device
 from decode.topology import Topology
-from medusa.tree_support import LayerTypes
+from medusa.errors import RequestError
+from medusa.tree_support import LayerTypes, slot_limit
 
 MIN_GROWTH, MAX_GROWTH = 256, 4096
 """Bounds on the slots by which a growing cache grows: its size doubles, but it grows by at most MAX_GROWTH slots."""
@@ -62,6 +63,7 @@ class TreeCache(Cache):
         The numbers of slots are on `device`, as the tokens are. Layers may be on other devices. A `fixed` cache is for
         compiled steps: after `for_steps`, its windows are whole blocks, and never as wide as its buffers. It keeps all
         rows in memory: those of texts come first, and the others are empty."""
+        self.most = slot_limit(config.get_text_config(decoder=True))
         self.buffers: list[Tensor] = []  # [parts, B or more, H, S, D]; a part is one layer's keys or values
         self.used: list[int] = []  # parts of each buffer that a layer has taken
         self.capacity, self.fixed, self.block = rounded(capacity) if fixed else capacity, fixed, 1
@@ -129,6 +131,8 @@ class TreeCache(Cache):
         Buffers that are too small grow, which moves them. Compiled steps see whole blocks."""
         longest, self.room = self.longest, count
         end = rounded(longest + count) if self.is_compiled else longest + count
+        if self.most is not None and end > self.most:
+            raise RequestError(f"the model has {self.most} slots, and text and draft need {end}; take a smaller tree")
         if end > self.capacity:
             large = sum(buffer.nbytes for buffer in self.buffers) > LARGE_BYTES
             more = self.capacity // LARGE_GROWTH if large else self.capacity
@@ -352,7 +356,10 @@ def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
     size = prod(shape) * like.element_size()
     if like.device.type != "cpu" or not size:
         return like.new_zeros(shape)
-    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    try:
+        memory = np.zeros(size + ALIGNMENT, np.uint8)
+    except MemoryError:
+        return like.new_zeros(shape)  # raises the error that callers know
     start = -memory.ctypes.data % ALIGNMENT
     return torch.frombuffer(memory, dtype=like.dtype, count=prod(shape), offset=start).view(*shape)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import ceil
 from typing import Any, cast
@@ -316,8 +316,8 @@ def _require_text(inputs: Mapping[str, Any]) -> None:
 
     It may have any type: transformers 5.23 gives encoded images as a dict, which is empty without images."""
     for name, value in inputs.items():
-        is_empty = value is None or value is False or (isinstance(value, Sized) and not len(value))
-        if name not in EXPECTED_INPUTS and not is_empty:
+        holds = isinstance(value, Tensor) or (isinstance(value, (list, tuple, Mapping)) and len(value) > 0)
+        if name not in EXPECTED_INPUTS and holds:
             raise RequestError(f"the model input {name} is not supported by tree decoding; only text can be continued")
 
 

@@ -3,9 +3,9 @@
 For one query of a head, the kernel multiplies a matrix by a vector. In bfloat16, AMD's CPUs do that without vector
 instructions: on an EPYC with AVX-512, one token's attention of 32 heads on 8 key heads to 400 slots took 2.7 ms a
 layer, and 0.2 ms as four queries of each key head (in float32: 0.30 and 0.16). Two equal queries of each of 12 heads
-took a third of one's time. Intel's CPUs are fast there: on a Xeon with AMX, single queries of 9 heads on 3 key heads
-took 0.73 to 0.77 of the time of groups, of 32 heads on 8 key heads 0.9, and of 28 on 4 1.4; two equal queries of 12
-heads took four times as long as one.
+took a third of one's time. A Xeon with AMX is fast there: single queries of 9 heads on 3 key heads
+take 0.73 to 0.77 of the time of groups, of 32 heads on 8 key heads 0.9, and of 28 on 4 1.4; two equal queries of 12
+heads take four times as long as one.
 
 Shapes: B rows, H query heads on K key heads, N queries, S slots, D and E sizes of keys and values."""
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from medusa.cpu import cpuinfo
 
-FEW_HEADS = 4 if "GenuineIntel" in cpuinfo("vendor_id") else 0
+FEW_HEADS = 4 if any("amx_bf16" in flags.split() for flags in cpuinfo("flags")) else 0
 """Query heads of a key head up to which bfloat16's single queries are computed as they are."""
 
 

@@ -28,7 +28,6 @@ from medusa.gguf import gguf_file, read_gguf
 from medusa.options import DTYPE_NAMES, LoadOptions
 from medusa.places import SHIPPED, hub_keywords, may_be_on_hub, require_backbone, why_missing
 from medusa.quantization import layer_without_groups, quantization_config, quantized_layers, warn_of_plain_weights
-from medusa.tree_support import context_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -287,7 +286,7 @@ class TextLimits(NamedTuple):
 def text_limits(config: PretrainedConfig) -> TextLimits:
     """Return the context length and the vocabulary size of a backbone."""
     text = config.get_text_config(decoder=True)
-    return TextLimits(context_of(text), text.vocab_size)
+    return TextLimits(getattr(text, "max_position_embeddings", None), text.vocab_size)
 
 
 def _holds_tokenizer(place: str, revision: str | None) -> bool:

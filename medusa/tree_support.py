@@ -46,7 +46,7 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 DRAFT_SLOTS = 512
-"""Slots that a draft fills, at most."""
+"""Slots that are left for a draft where a model limits its slots."""
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -75,15 +75,15 @@ def context_of(config: PretrainedConfig) -> int | None:
     before the first step, with room for a draft."""
     config = config.get_text_config(decoder=True)
     context: int | None = getattr(config, "max_position_embeddings", None)
-    if not scales_by_slot(config):
+    if (most := slot_limit(config)) is None:
         return context
-    step = int(config.floor_scale)
-    return min(context or step, max(step - DRAFT_SLOTS, step // 2))
+    return min(context or most, max(most + 1 - DRAFT_SLOTS, (most + 1) // 2))
 
 
-def scales_by_slot(config: PretrainedConfig) -> bool:
-    """Whether a text decoder multiplies queries by a factor that depends on the slot of a token (`context_of`)."""
-    return bool(getattr(config, "attn_temperature_tuning", False)) and not all(getattr(config, "no_rope_layers", [1]))
+def slot_limit(config: PretrainedConfig) -> int | None:
+    """Return how many slots of a cache the decoder with this `config` may use (`context_of`); `None`: any number."""
+    scales = getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", [1]))
+    return int(config.floor_scale) - 1 if scales else None
 
 
 def longrope_boundary(model: PreTrainedModel) -> int | None:

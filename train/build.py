@@ -85,13 +85,7 @@ def load(config: TrainConfig, checkpoint: Path | None, quiet: bool) -> LoadedRun
     evaluated = None if config.eval_data is None else load_dataset(config.eval_data, *reading)
     quality_rows = dataset
     if config.adapter is not None and config.adapter.quality_data is not None:
-        changed = {
-            "path": config.adapter.quality_data,
-            "split": "train",
-            "subset": None,
-            "exclude": None,
-            "streaming": False,
-        }
+        changed = {"path": config.adapter.quality_data, "exclude": None, "streaming": False}
         quality_rows = load_dataset(config.data.model_copy(update=changed), *reading)
     set_seed(arguments.seed)  # so that the initial heads depend on nothing but the seed
     if asked.vocabulary and start is None:

@@ -66,8 +66,7 @@ def check(config: TrainConfig, quiet: bool) -> Checked:
     if config.eval_data is not None:
         require_data(config.eval_data, "eval_data")
     if config.adapter is not None and config.adapter.quality_data is not None:
-        whole = {"path": config.adapter.quality_data, "split": "train", "subset": None}
-        require_data(data.model_copy(update=whole))
+        require_data(data.model_copy(update={"path": config.adapter.quality_data}), None)
     require_template_options(config)
     require_adaptable(config, config.heads)
     require_own_device(config.device)

@@ -36,8 +36,8 @@ from medusa import __version__
 from medusa.backbone import Backbone, require_tree_support
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.loading import text_limits
 from medusa.memory import bytes_of, peak_memory
-from medusa.tree_support import context_of
 
 LOSSY_SAMPLING = [rule.name for rule in RULES.values() if rule.samples and not rule.lossless]
 """The lossy rules for a temperature above 0."""
@@ -183,7 +183,7 @@ def assisted(job: BenchmarkJob, name: str | None = None, trust_remote_code: bool
     small = load_small_model(name, context)
     _require_stateless(small, f"the draft model {name}")
     most = max(map(len, job.prompts)) + job.settings.max_new_tokens
-    longest, room = min(most, Backbone(model).context or most), context_of(small.config)
+    longest, room = min(most, Backbone(model).context or most), text_limits(small.config).context
     if room is not None and longest > room:
         raise RequestError(
             f"the draft model {name} reads {room} tokens, and prompts and answers have up to {longest}; give a smaller "

@@ -152,9 +152,10 @@ class BulkWriter:
             return False
         kwargs = generator.settings.generate_kwargs(generator.tokenizer)
         prompts, seeds = [job.prompt for job in joining], [job.seed for job in joining]
-        for cache in self._caches:
-            cache.reserve(min(self.width.rows, len(self.running) + len(joining) + len(jobs)))
+        rows = min(self.width.rows, len(self.running) + len(joining) + len(jobs))
         try:
+            for cache in self._caches:
+                cache.reserve(rows)
             places = self.batch.join(prepare(generator.model, prompts, seeds, **kwargs))
         except BaseException:
             jobs.extendleft(reversed(joining))

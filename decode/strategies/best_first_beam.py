@@ -30,7 +30,7 @@ from decode.request import require_fitting
 from decode.tree_check import require_tree_forward
 from medusa.backbone import Backbone
 from medusa.errors import RequestError, RunError
-from medusa.tree_support import LayerTypes, longrope_boundary, scales_by_slot
+from medusa.tree_support import LayerTypes, longrope_boundary, slot_limit
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ def scorer_for(model: PreTrainedModel, prompt: list[int]) -> Scorer:
     backbone = Backbone(model)  # longrope changes the rotation of cached keys when a text crosses its boundary
     # States of recurrent layers follow one path, so they cannot stay in a cache with several. The cache has more slots
     # than a text, by which Llama 4 scales queries.
-    is_kept_whole = not LayerTypes(backbone.config).has_states and not scales_by_slot(backbone.config)
+    is_kept_whole = not LayerTypes(backbone.config).has_states and slot_limit(backbone.config) is None
     rereads = backbone.rope_boundary is not None or not is_kept_whole
     return WholeTexts(model, prompt) if rereads else OnTree(backbone, prompt)
 

@@ -92,8 +92,10 @@ def find_folder(name_or_path: str | Path, **hub: Unpack[HubOptions]) -> Path:
         return _download(name, {**offline, **hub})
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = why_missing(name, needs_owner=True)
-        if not reason and getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
-            reason = f"the Hub shows it to nobody without access ({first_line(error)}); log in with `hf auth login`"
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if not reason and status in (401, 403):  # 401 also stands for what does not exist
+            what = "gated" if status == 403 else "not there, or private"
+            reason = f"on the Hub it is {what} ({first_line(error)}); check the name, or log in with `hf auth login`"
         reason = reason or f"neither a local folder nor on the Hub ({first_line(error)})"
         raise RequestError(f"no heads at {name}: {reason}") from None
 

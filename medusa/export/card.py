@@ -74,7 +74,9 @@ def read_benchmark(path: str | Path) -> Json:
         raise RequestError(f"{path} measured no heads; give a benchmark of these heads")
     drafter = content["settings"].get("drafter", "heads")
     if drafter != "heads":
-        raise RequestError(f"{path} measured drafter {drafter!r} first, not these heads; add --drafter heads to it")
+        raise RequestError(
+            f"{path} measured drafter {drafter!r} first, not these heads; repeat it with --drafter heads"
+        )
     require_figures(Benchmark, content, str(path))
     return content
 

@@ -104,8 +104,8 @@ def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str
     benchmark, revision = options.get("benchmark"), options.get("revision")
     facts = Facts(repo_id, options.get("license"), benchmark=None if benchmark is None else read_benchmark(benchmark))
     token = options.get("token")
-    if isinstance(token, str) and not re.fullmatch("[!-~]+", token):  # an error of HTTP would quote it
-        raise RequestError("the token has a space, a line end or a letter that no token has; take it without them")
+    if isinstance(token, str) and token and not re.fullmatch("[!-~]+", token):  # an error of HTTP would quote it
+        raise RequestError("the token has a space, a line end or a character that no token has; remove it")
     api = HfApi(token=token)
     try:
         repo = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
@@ -119,7 +119,8 @@ def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as error:
         unasked = 0 if isinstance(error, HFValidationError) else NO_ACCESS[0]  # a wrong name, or no token
         status = getattr(getattr(error, "response", None), "status_code", unasked)
-        told = f"cannot push to {repo_id}: {getattr(error, 'server_message', None) or first_line(error)}"
+        reason = getattr(error, "server_message", None) or first_line(error)
+        told = f"cannot push to {repo_id}: {' '.join(reason.split())}"
         if status == TOO_MANY or status >= SERVER_ERRORS:
             raise RunError(f"{told}; try again later") from None
         may = "; log in with `hf auth login`, or pass a token that may write there"

@@ -110,11 +110,13 @@ def require_template_options(config: TrainConfig) -> None:
             require_options(data.template_options, tokenizer, config.backbone, f"{section}.template_options.{{}}")
 
 
-def require_data(config: DataConfig, section: str = "data") -> None:
-    """Raise RequestError if no record of a `section` of the recipe, or of the texts to exclude, can be read."""
-    if config.split != type(config).model_fields["split"].default:
+def require_data(config: DataConfig, section: str | None = "data") -> None:
+    """Raise RequestError if no record of the data, or of the texts to exclude, can be read.
+
+    `section`: that of the recipe, whose split and subset must have an effect; `None`: another one's apply."""
+    if section is not None and config.split != type(config).model_fields["split"].default:
         require_splits(config.path, f"{section}.split")
-    if config.subset is not None and Path(config.path).exists():
+    if section is not None and config.subset is not None and Path(config.path).exists():
         raise RequestError(
             f"{section}.subset is of a Hub dataset, and {config.path} is local; leave out {section}.subset"
         )

@@ -31,11 +31,12 @@ from medusa.errors import NotCompilableError, RunError
 from medusa.files import Json, write_text
 from medusa.memory import release
 from medusa.options import Options
+from medusa.records.sources import FAILED
 
 CALIBRATION_TOKENS = 128  # per text
 CALIBRATED_ON = 6000  # tokens; at up to six tokens a step, twice the steps that a calibration needs
 FEWEST_TEXTS = 32
-LOST = 0.1  # of the answers, which a server may fail to give; more say that the server fails
+LOST = 0.1  # of the answers, which a server may fail to give; more must fail twice, as if the questions were the reason
 TEST, TRAIN, TEXT = "test.jsonl", "prompts.jsonl", "text.jsonl"
 Result = TypeVar("Result")
 
@@ -137,13 +138,15 @@ def text_stage(run: Run) -> Stage:
     )
 
     def work() -> Json:
+        failed = (run.work / TEXT).with_suffix(FAILED)
+        before = len(failed.read_text(encoding="utf-8").splitlines()) if failed.exists() else 0
         figures = distill(options)
         run.options.output.note(str(figures))
         if figures.warning:
             warn(figures.warning)
         if figures.failed:
             asked = figures.texts + figures.failed
-            if run.options.server is not None and figures.failed > LOST * asked:
+            if run.options.server is not None and figures.failed > LOST * asked and figures.failed != before:
                 told = (
                     f"{figures.failed} of {asked} answers of the server failed; {figures.failed_path} has the reasons"
                 )

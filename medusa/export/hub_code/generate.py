@@ -26,7 +26,7 @@ Shapes: B prompts, N nodes of the tree with its root, K heads, H hidden size, V 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,9 +149,9 @@ def _require_supported(config: GenerationConfig, model_kwargs: Options) -> None:
     cache = model_kwargs.get("past_key_values")
     require(cache is None or cache.get_seq_length() == 0, "past_key_values hold text already; give it as input_ids")
     for name, value in model_kwargs.items():
-        is_empty = value is None or value is False or (isinstance(value, Sized) and not len(value))
+        holds = isinstance(value, Tensor) or (isinstance(value, (list, tuple, Mapping)) and len(value) > 0)
         require(
-            is_empty or name in MODEL_INPUTS,
+            not holds or name in MODEL_INPUTS,
             f"the model input {name} is not supported with heads; only text can be continued",
         )
 

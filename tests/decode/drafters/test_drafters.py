@@ -152,7 +152,7 @@ def test_up_to_the_end_of_the_context(drafter: Guesser) -> None:
         ("model:x,widths=3,nodes=9", "give one of widths, nodes and confidence"),
         ("model:x,widths=wide", "widths is 'wide'; write numbers such as 3x2x1"),
         ("model:x,widths=20x20x20", "4096"),
-        ("model:x,widths=0x2", "width"),
+        ("model:x,widths=0x2", "topk"),
         ("model:x,confidence=2", "confidence is 2.0; it must be at least 0 and below 1"),
         ("model:x,nodes=1", "dynamic:1 is no tree"),
         ("rest", "drafter rest needs datastore; its options: datastore=, nodes="),

@@ -527,7 +527,7 @@ def test_arguments_that_would_be_ignored_are_refused(llama: Any, monkeypatch: py
     with pytest.raises(RequestError, match="push_to_hub has no argument create_pr; choose from private, token"):
         heads.push_to_hub("org/heads", create_pr=True)  # type: ignore[call-arg]
     for token in ("hf_SECRET\n", "hf_ SECRET", "hf_SECRETü"):
-        with pytest.raises(RequestError, match="the token has a space, a line end or a letter") as refused:
+        with pytest.raises(RequestError, match="the token has a space, a line end or a character") as refused:
             heads.push_to_hub("org/heads", token=token)
         assert "SECRET" not in str(refused.value)
     assert not hub.calls, "nothing was asked"
