@@ -7,9 +7,11 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from decode.cache import TreeCache
 from decode.compiled.region import Regions
 from decode.drafters import drafter_factory
 from decode.drafters.base import DrafterContext
@@ -157,6 +159,29 @@ def test_a_width_that_memory_does_not_hold_is_halved(fails: str, monkeypatch: py
     assert written(SAMPLED, 16) == expected
     assert widths[0] == 16
     assert max(widths[3:]) <= 4
+
+
+@pytest.mark.parametrize("place", ["reserve", "memory"])
+def test_a_lack_of_memory_for_reserved_rows_loses_no_text(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that were about to join go back; numpy's own error becomes PyTorch's."""
+    expected, failed, reserve, zeros = written(SAMPLED), list[int](), TreeCache.reserve, np.zeros
+
+    def once(call: Any, error: Exception) -> Any:
+        def of(*args: Any, **kwargs: Any) -> Any:
+            if len(failed) < 1:
+                failed.append(1)
+                raise error
+            return call(*args, **kwargs)
+
+        return of
+
+    if place == "reserve":
+        lack = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+        monkeypatch.setattr(TreeCache, "reserve", once(reserve, lack))
+    else:
+        monkeypatch.setattr(np, "zeros", once(zeros, MemoryError()))
+    assert written(SAMPLED, 16) == expected
+    assert failed
 
 
 def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
