@@ -63,7 +63,7 @@ class TreeCache(Cache):
         The numbers of slots are on `device`, as the tokens are. Layers may be on other devices. A `fixed` cache is for
         compiled steps: after `for_steps`, its windows are whole blocks, and never as wide as its buffers. It keeps all
         rows in memory: those of texts come first, and the others are empty."""
-        self.most = slot_limit(config.get_text_config(decoder=True))
+        self.most = slot_limit(config.get_text_config(decoder=True))  # slots that texts and drafts may fill
         self.buffers: list[Tensor] = []  # [parts, B or more, H, S, D]; a part is one layer's keys or values
         self.used: list[int] = []  # parts of each buffer that a layer has taken
         self.capacity, self.fixed, self.block = rounded(capacity) if fixed else capacity, fixed, 1
@@ -131,8 +131,10 @@ class TreeCache(Cache):
         Buffers that are too small grow, which moves them. Compiled steps see whole blocks."""
         longest, self.room = self.longest, count
         end = rounded(longest + count) if self.is_compiled else longest + count
-        if self.most is not None and end > self.most:
-            raise RequestError(f"the model has {self.most} slots, and text and draft need {end}; take a smaller tree")
+        if self.most is not None and (needed := longest + count) > self.most:  # a window may end beyond
+            raise RequestError(
+                f"the model has {self.most} slots, and text and draft need {needed}; take a smaller tree"
+            )
         if end > self.capacity:
             large = sum(buffer.nbytes for buffer in self.buffers) > LARGE_BYTES
             more = self.capacity // LARGE_GROWTH if large else self.capacity

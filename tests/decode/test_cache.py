@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache, Llama4TextConfig, LlamaConfig
 
 from decode.cache import BLOCK, MAX_GROWTH, MIN_GROWTH, SMALL_BYTES, TreeCache, most_slots, rounded, zeros
 from decode.draft import Draft
 from decode.reader import Reader
 from decode.topology import Topology
 from medusa.backbone import Backbone
+from medusa.errors import RequestError
 from tests.helpers import path_logits, random_ids, random_tree, tiny_model, weekly
 
 CPU = torch.device("cpu")
@@ -435,6 +436,19 @@ def test_memory_that_is_reserved_holds_texts_that_join_without_moving_others() -
     cache.reserve(3)
     assert addresses == [buffer.data_ptr() for buffer in cache.buffers]
     assert all(torch.equal(found[:1], before) for found, before in zip(contents(cache, 8), expected, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_texts_and_drafts_stay_below_the_slot_from_which_llama_4_scales_queries(compiled: bool) -> None:
+    """Windows of compiled steps may end beyond: nothing is written there."""
+    config = Llama4TextConfig(num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0], floor_scale=1024)
+    cache = TreeCache(config, 1, 16, CPU, fixed=compiled)
+    cache.for_steps(compiled)
+    cache.lengths = [1000]
+    cache.open(23)
+    assert cache.width == (1024 if compiled else 1023)
+    with pytest.raises(RequestError, match="the model has 1023 slots, and text and draft need 1024"):
+        cache.open(24)
 
 
 def test_a_small_cache_is_one_buffer() -> None:

@@ -16,7 +16,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}  #
 @pytest.mark.parametrize("queries", [1, 2, 5])
 @pytest.mark.parametrize("heads", [(6, 6), (6, 2), (6, 1)], ids=str)
 @pytest.mark.parametrize("masked", ["", "additive", "seen", "one for all rows"])
-@pytest.mark.parametrize("few", [0, 3], ids=["AMD", "Intel"])
+@pytest.mark.parametrize("few", [0, 3], ids=["AMD", "AMX"])
 def test_it_is_attention(
     few: int, heads: tuple[int, int], queries: int, masked: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,7 +44,7 @@ def test_it_is_attention(
 def test_single_queries_have_the_form_that_the_processor_computes_fastest(
     few: int, heads: int, form: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's kernel takes several times as long for one query as for two on AMD, and the reverse on Intel."""
+    """PyTorch's kernel takes several times as long for one query as for two on AMD, and the reverse with AMX."""
     seen, stock = [], F.scaled_dot_product_attention
     monkeypatch.setattr(module, "FEW_HEADS", few)
     monkeypatch.setattr(

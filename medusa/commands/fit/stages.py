@@ -36,7 +36,7 @@ from medusa.records.sources import FAILED
 CALIBRATION_TOKENS = 128  # per text
 CALIBRATED_ON = 6000  # tokens; at up to six tokens a step, twice the steps that a calibration needs
 FEWEST_TEXTS = 32
-LOST = 0.1  # of the answers, which a server may fail to give; more must fail twice, as if the questions were the reason
+LOST = 0.1  # of the answers of a server; if more fail, the run stops, and goes on if as many fail again
 TEST, TRAIN, TEXT = "test.jsonl", "prompts.jsonl", "text.jsonl"
 Result = TypeVar("Result")
 

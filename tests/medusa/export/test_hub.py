@@ -272,6 +272,7 @@ def test_heads_are_loaded_from_the_given_folder(llama: Any, tmp_path: Path) -> N
         ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "a prompt is empty"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 32)}, "no prompt"),
         ({"token_type_ids": torch.ones(1, 5, dtype=torch.long)}, "token_type_ids"),
+        ({"mm_encoder_outputs": {"image": object()}}, "mm_encoder_outputs is not supported"),
         ({"streamer": object(), "num_return_sequences": 2, "do_sample": True}, "one prompt at a time"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -522,10 +523,10 @@ def test_arguments_that_would_be_ignored_are_refused(llama: Any, monkeypatch: py
     """A mistyped `private` would publish heads; a token with a line end would stand in an error of HTTP."""
     heads, hub = random_heads(llama, 2), FakeHub()
     monkeypatch.setattr(huggingface_hub, "HfApi", hub)
-    with pytest.raises(RequestError, match="push_to_hub has no argument privat; did you mean private"):
-        heads.push_to_hub("org/heads", privat=True)  # type: ignore[call-arg]
-    with pytest.raises(RequestError, match="push_to_hub has no argument create_pr; choose from private, token"):
-        heads.push_to_hub("org/heads", create_pr=True)  # type: ignore[call-arg]
+    for name, hint in (("privat", "did you mean private"), ("create_pr", "choose from private, token")):
+        wrong: dict[str, Any] = {name: True}
+        with pytest.raises(RequestError, match=f"push_to_hub has no argument {name}; {hint}"):
+            heads.push_to_hub("org/heads", **wrong)
     for token in ("hf_SECRET\n", "hf_ SECRET", "hf_SECRETü"):
         with pytest.raises(RequestError, match="the token has a space, a line end or a character") as refused:
             heads.push_to_hub("org/heads", token=token)
