@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from decode.draft import Draft, Frontier, Proposal
 from decode.drafters.layouts import DynamicTree, Layout, require_draftable
 from decode.ops.draws import Draws, draw_distinct
+from decode.ops.fast_linear import prepare_linear
 from decode.ops.fast_topk import top_k
 from decode.target import Target
 from decode.topology import Topology, chosen_part
@@ -35,6 +36,9 @@ class UsesHeads:
             way_out = f'heads.to("{device}", {backbone.dtype})'
             warnings.warn(f"drafts go between {device} and the heads on {heads.device}; {way_out}", stacklevel=2)
         self.lm_head, self.tree = lm_head_for(heads, backbone), tree.to(backbone.device)
+        prepare_linear(heads)
+        if isinstance(self.lm_head, SelectedRows):
+            prepare_linear(self.lm_head.rows)
 
     def refresh(self) -> None:
         if isinstance(self.lm_head, SelectedRows):

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa.config import MedusaConfig
+from medusa.heads.stacked import product
 
 ORIGINAL_HYDRA = "hydra"  # the block of the original Hydra's heads, which cannot be trained further
 
 
 class SquareBlock(nn.Module):
     """The residual block of the Medusa paper for each of K heads: x + SiLU(x W + b). W and b start at zero."""
+
+    stacked = ("weight",)
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -29,11 +32,13 @@ class SquareBlock(nn.Module):
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, x_KMH: Tensor, heads: slice) -> Tensor:
-        return x_KMH + self.dropout(F.silu(torch.baddbmm(self.bias[heads], x_KMH, self.weight[heads])))
+        return x_KMH + self.dropout(F.silu(product(x_KMH, self.weight, heads, self.bias)))
 
 
 class MLPBlock(nn.Module):
     """A residual MLP for each of K heads: x + SiLU(x U + b) D + c. D, b and c start at zero, and U at random."""
+
+    stacked = ("up", "down")
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -46,8 +51,8 @@ class MLPBlock(nn.Module):
         nn.init.uniform_(self.up, -(size**-0.5), size**-0.5)  # the initialisation of nn.Linear
 
     def forward(self, x_KMH: Tensor, heads: slice) -> Tensor:
-        inner = F.silu(torch.baddbmm(self.up_bias[heads], x_KMH, self.up[heads]))
-        return x_KMH + self.dropout(torch.baddbmm(self.down_bias[heads], inner, self.down[heads]))
+        inner = F.silu(product(x_KMH, self.up, heads, self.up_bias))
+        return x_KMH + self.dropout(product(inner, self.down, heads, self.down_bias))
 
 
 class Stack(nn.Module):

@@ -10,7 +10,7 @@ positions."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from medusa.heads.context_kv import AttendsToText
 from medusa.heads.inputs import HeadInputs, following_ids, visible
 from medusa.heads.kind import Kind
 from medusa.heads.pretrained import PretrainedHeads
+from medusa.heads.stacked import product
 
 if TYPE_CHECKING:
     from medusa.heads.prefix import Prefix
@@ -35,6 +36,8 @@ class MedusaHeads(PretrainedHeads, Kind):
     With `lm_head: own` each head has an LM head, and with `one` they have one together. With `lm_head: shared` all
     heads use the backbone's LM head. The caller passes it to `forward`, so that the heads contain no module of the
     backbone."""
+
+    stacked: ClassVar[tuple[str, ...]] = ("lm_heads",)
 
     def __init__(self, config: MedusaConfig) -> None:
         """Create untrained heads: all blocks are the identity, and LM heads are zero until `start_from` is called."""
@@ -158,8 +161,8 @@ class MedusaHeads(PretrainedHeads, Kind):
             if lm_head is None:
                 raise RequestError("these heads share the backbone's LM head; pass it as `lm_head`")
             return lm_head(features)
-        flat = features.reshape(features.shape[0], -1, features.shape[-1])
-        logits = torch.bmm(flat, self.lm_heads[: features.shape[0]].expand(features.shape[0], -1, -1))
+        count = min(len(self.lm_heads), len(features))  # 1, if all heads have one together
+        logits = product(features.reshape(count, -1, features.shape[-1]), self.lm_heads, slice(count))
         return logits.reshape(*features.shape[:-1], logits.shape[-1])
 
     @property

@@ -30,6 +30,7 @@ from medusa.heads.independent import MedusaHeads
 from medusa.heads.inputs import HeadInputs
 from medusa.heads.kind import TRELLIS
 from medusa.heads.sequential import SequentialHeads, State, normalised
+from medusa.heads.stacked import product
 
 
 def usual_rank(hidden_size: int) -> int:
@@ -50,6 +51,7 @@ class MarkovHeads(SequentialHeads):
 
     Settings = MarkovSettings
     follows_path = True
+    stacked = ("lm_heads", "root", "token", "gate")
     usual_path_dropout = 0.4  # measured on stories260K (docs/log.md)
 
     @classmethod
@@ -82,8 +84,8 @@ class MarkovHeads(SequentialHeads):
 
     def known(self, root: Tensor, heads: slice) -> Tensor:
         """Compute what k heads know of the root, e(t_0) A_k [k, P, H], from the embeddings [P, H] of roots."""
-        weight = self.root[heads]
-        return torch.bmm(normalised(root).expand(weight.shape[0], -1, -1), weight)
+        count = len(range(self.config.num_heads)[heads])
+        return product(normalised(root).expand(count, -1, -1), self.root, heads)
 
     def independent(self, hidden: Tensor, known: Tensor, heads: slice) -> Tensor:
         """Compute the features [k, P, H] of k heads without path terms, from hidden states [P, H] and `known`."""
@@ -99,16 +101,16 @@ class MarkovHeads(SequentialHeads):
         flat = self.independent(hidden.reshape(-1, hidden.shape[-1]), known, heads)
         return flat.view(-1, *hidden.shape)
 
-    def gates(self, hidden: Tensor, later: slice | None = None) -> Tensor:
+    def gates(self, hidden: Tensor, later: slice = slice(None)) -> Tensor:
         """Compute the gates [k, P, R] of the path terms of k heads after hidden states [P, H].
 
-        `later` selects the heads among those after head 0, here and below; `None`: all of them."""
-        weight, bias = (self.gate, self.gate_bias) if later is None else (self.gate[later], self.gate_bias[later])
-        return torch.baddbmm(bias, hidden.expand(weight.shape[0], -1, -1), weight).sigmoid()
+        `later` selects the heads among those after head 0, here and below."""
+        count = len(range(len(self.gate))[later])
+        return product(hidden.expand(count, -1, -1), self.gate, later, self.gate_bias).sigmoid()
 
     def values(self, token: Tensor, later: slice) -> Tensor:
         """Compute what the gates of k heads let through, [k, M, R], for the embeddings [k, M, H] of tokens."""
-        return torch.bmm(normalised(token), self.token[later])
+        return product(normalised(token), self.token, later)
 
     def path_terms(self, hidden: Tensor, token: Tensor, later: slice) -> Tensor:
         """Compute the path terms [k, ..., H] of k heads from hidden states [..., H] and embeddings [k, ..., H]."""

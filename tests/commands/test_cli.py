@@ -538,6 +538,23 @@ def test_auto_calibrates_once_on_text_from_the_backbone(
     assert not any(text[0] == prompt for text in seen[0] for prompt in prompts)
 
 
+@pytest.mark.usefixtures("short_calibrations")
+def test_a_dynamic_tree_without_a_calibration_gets_temperatures_only(
+    medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A calibration of a real model takes minutes, in which it times many other trees."""
+    monkeypatch.setattr(calibrate, "calibrate", lambda *args, **kwargs: pytest.fail("calibrated"))
+    out = tmp_path / "out.json"
+    asked = (*own_place.models, "--prompt", "abc", "--tree", "dynamic:5", "--max-new-tokens", "4", "--json", out)
+    done = medusa("generate", *asked)
+    assert done.status == 0, done.err
+    assert f"medusa calibrate {own_place.heads} keeps them" in done.err
+    tree = json.loads(out.read_text(encoding="utf-8"))["settings"]["tree"]
+    assert tree["dynamic"] == 5
+    assert set(tree["temperatures"]) != {1.0}, "fitted"
+    assert not (Path(own_place.heads) / "calibration.json").exists()
+
+
 def test_a_calibration_from_few_steps_is_refused_and_not_kept(
     medusa: Any, own_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,11 +78,10 @@ def calibrate(
     the name of each stage. TooFewStepsError: fewer than `MIN_STEPS` steps start in the texts."""
     # Timing continues after the end of a text, and uses all nodes of each tree.
     settings = replace(settings, stop=(), stop_drafting=0.0)
-    backbone, prompts = Backbone(model, heads.config.feature_layers), [prompt for prompt, _ in texts]
+    backbone, prompts = Backbone(model), [prompt for prompt, _ in texts]
     on_progress("recording")
-    recording = record(backbone, heads, texts)
+    recording = recording_of(model, heads, texts)
     longest = max((len(new) for _, new in texts), default=0)
-    require_steps(recording)
     temperatures = recording.fit_temperatures()
     sizes = sizes or sizes_for(backbone.device, batch_size, settings.compile)
     # With drawn drafts, the choice of nodes must not depend on the drawn tokens, so dynamic trees are excluded.
@@ -120,6 +119,13 @@ def calibrate(
         add_copies(found, with_copies(model, heads, found, sizes), measured_tau, partial(compared, rounds=rounds))
         found.chosen = best_of(points)
     return found
+
+
+def recording_of(model: PreTrainedModel, heads: MedusaHeads, texts: Sequence[Text]) -> Recording:
+    """Record the guesses of the heads. TooFewStepsError: fewer than `MIN_STEPS` steps start in the texts."""
+    recording = record(Backbone(model, heads.config.feature_layers), heads, texts)
+    require_steps(recording)
+    return recording
 
 
 def first_texts(texts: Sequence[Text], tokens: int) -> int:

@@ -18,14 +18,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from decode import generate
 from decode.draft import Draft, Frontier, NoDraft
 from decode.ops import fast_linear as module
-from decode.ops.fast_linear import MIN_PRODUCTS, fast_linear, linear, pack, packed
+from decode.ops.fast_linear import MIN_PRODUCTS, fast_linear, linear, pack, packed, weights_of
 from decode.request import prepare
 from decode.rules import AcceptanceRule
 from decode.serve.batch import RunningBatch
 from decode.session import Session
 from decode.texts import stepper_for
 from decode.tree_check import check_tree_forward
-from tests.helpers import left_padded, plain, random_heads, random_ids, run_steps, shared_model, tiny_model, weekly
+from medusa.backbone import Backbone
+from medusa.heads.stacked import product
+from tests.helpers import (
+    FORMS,
+    left_padded,
+    plain,
+    random_heads,
+    random_ids,
+    run_steps,
+    shared_model,
+    tiny_model,
+    weekly,
+)
 
 STOCK = torch._C._nn.linear
 WEIGHT = torch.nn.Parameter(torch.randn(1024, 256))
@@ -360,7 +372,7 @@ def test_models_too_large_for_a_second_copy_are_left_alone(monkeypatch: pytest.M
 def test_other_weights_are_left_alone() -> None:
     for other in (layer().double(), layer().bfloat16(), layer().to("meta"), nn.Embedding(30, 40), nn.LayerNorm(64)):
         pack(other)
-        assert module.weight_of(other) is None
+        assert not any(packed(weight) for weight in other.parameters())
 
 
 @pytest.mark.usefixtures("packs_all")
@@ -420,6 +432,102 @@ def test_weights_are_checked_before_the_first_text_of_a_batch_and_not_for_those_
             while batch.rows:
                 batch.step()
     assert len(checks) == 2
+
+
+# Stacked weights of heads
+
+
+class Stacked(nn.Module):
+    stacked = ("up", "absent")
+    absent = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.bias = nn.Parameter(torch.randn(4, 256, 512)), nn.Parameter(torch.randn(4, 1, 512))
+
+
+@pytest.mark.parametrize("heads", [slice(None), slice(2), slice(1, 4), slice(3, 4)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["without bias", "with bias"])
+@torch.no_grad()
+def test_products_of_stacked_weights_equal_those_of_pytorch(heads: slice, with_bias: bool) -> None:
+    """Also of one input for all heads, and of an input with gaps."""
+    one = Stacked()
+    pack(one)
+    count, bias = len(range(4)[heads]), one.bias if with_bias else None
+    for x in (torch.randn(count, 5, 256), torch.randn(5, 256).expand(count, -1, -1), torch.randn(count, 256, 7).mT):
+        with fast_linear(one.up, 8), ByOneDNN() as used:
+            found = product(x, one.up, heads, bias)
+        assert used.count == count
+        exact = x.double() @ one.up[heads].double() + (one.bias[heads].double() if with_bias else 0)
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-4)  # 256 products of about 1; a bias is 1
+        torch.testing.assert_close(product(x, one.up, heads, bias).double(), exact, rtol=0, atol=2e-4)
+
+
+@torch.no_grad()
+def test_other_products_of_stacked_weights_are_left_to_pytorch() -> None:
+    one, x = Stacked(), torch.randn(4, 5, 256)
+
+    def used_for(x: Tensor) -> int:
+        with ByOneDNN() as used:
+            product(x, one.up, slice(None))
+        return used.count
+
+    with fast_linear(one.up, 8):
+        assert not used_for(x), "not packed"
+        pack(one)
+        assert used_for(x) == 4
+        assert not used_for(x[:, :1]), "a vector in float32"
+        assert not used_for(x[:, :0])
+        with torch.enable_grad():
+            assert not used_for(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not used_for(x)
+        with fast_linear(one.up, 8, stable=True):
+            assert not used_for(x)
+        with ThreadPoolExecutor(1) as other:
+            assert not other.submit(used_for, x).result(), "another thread"
+        counted(one.up)
+        assert not used_for(x), "written to"
+        plus(one.up)
+        pack(one)
+        assert used_for(x) == 4
+        torch.testing.assert_close(product(x, one.up, slice(None)), x @ one.up, rtol=1e-4, atol=1e-3)
+    assert not used_for(x)
+
+
+@pytest.mark.usefixtures("packs_all")
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "mtp"])
+def test_drafts_of_all_kinds_of_heads_read_packed_weights(form: str) -> None:
+    """With a reduced vocabulary, so that the LM head's rows are packed, too; before and after a change."""
+    model = tiny_model("llama")
+    heads, prompt = random_heads(model, **{"vocabulary": 48} | FORMS[form]), torch.tensor([random_ids(7)])
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    for _ in range(2):
+        found = generate(model, heads, prompt, **options)
+        assert found[0, 7:].tolist() == plain(model, prompt[0].tolist(), **options)
+        weights = [weight for each in heads.modules() for weight in weights_of(each)]
+        assert weights
+        assert all(packed(weight) is not None for weight in weights if weight.shape[-1] % 2 == 0)
+        for parameter in heads.parameters():
+            parameter.data *= -1.5
+
+
+@pytest.mark.usefixtures("packs_all")
+@pytest.mark.parametrize("kind", ["medusa", "markov"])
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@torch.no_grad()
+def test_logits_of_heads_with_packed_weights_are_those_without(kind: str, lm_head: str) -> None:
+    model = tiny_model("llama")
+    heads, backbone = random_heads(model, kind=kind, lm_head=lm_head), Backbone(model)
+    ids = torch.tensor([random_ids(7)])
+    hidden = torch.randn(1, 7, backbone.hidden_size)
+    plainly = heads(heads.inputs(hidden, ids, backbone.embed), backbone.lm_head)
+    pack(heads)
+    with fast_linear(backbone.head_weight, 8), ByOneDNN() as used:
+        found = heads(heads.inputs(hidden, ids, backbone.embed), backbone.lm_head)
+    assert used.count >= heads.config.num_heads
+    torch.testing.assert_close(found, plainly, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
