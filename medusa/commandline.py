@@ -8,6 +8,7 @@ import os
 import select
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -107,7 +108,7 @@ def _one_line(error: Exception | str) -> str:
 
 
 def until_pipe_closes(run: Callable[[], int]) -> int:
-    """Call `run` and return its exit status, which is 0 if the reader of the output closes the pipe, as `head` does."""
+    """Call `run` and return its exit status: that of SIGPIPE if the output's reader closes the pipe, as `head` does."""
     try:
         try:
             return run()
@@ -117,11 +118,11 @@ def until_pipe_closes(run: Callable[[], int]) -> int:
     except BrokenPipeError:
         if not _discard_closed():  # the pipe of something else, such as a worker process
             raise
-        return 0
+        return 128 + signal.SIGPIPE
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # rich ends the program if its console's pipe is closed
             _discard_closed()
-            return 0
+            return 128 + signal.SIGPIPE
         raise
 
 

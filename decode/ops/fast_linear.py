@@ -241,7 +241,7 @@ def pack(model: nn.Module) -> None:
 
 def weights_of(module: nn.Module) -> list[Tensor]:
     """Return the weight [N, K] of a linear layer, or the stacked weights [heads, K, N] of a module of heads."""
-    names = ("weight",) if isinstance(module, nn.Linear) else getattr(module, "stacked", ())
+    names = ("weight",) if isinstance(module, nn.Linear) else getattr(module, "stacked_weights", ())
     return [weight for name in names if type(weight := getattr(module, name)) in PLAIN_TYPES]
 
 

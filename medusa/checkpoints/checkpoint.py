@@ -28,7 +28,11 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(tensor.dtype for tensor in self.tensors.values() if tensor.is_floating_point())
+        """The dtype in which heads compute: that of all tensors, or if they have several, one that holds them all."""
+        first, *others = {tensor.dtype for tensor in self.tensors.values() if tensor.is_floating_point()}
+        if not others:
+            return first
+        return torch.float64 if torch.float64 in (first, *others) else torch.float32
 
     @property
     def num_parameters(self) -> int:

@@ -22,7 +22,7 @@ ORIGINAL_HYDRA = "hydra"  # the block of the original Hydra's heads, which canno
 class SquareBlock(nn.Module):
     """The residual block of the Medusa paper for each of K heads: x + SiLU(x W + b). W and b start at zero."""
 
-    stacked = ("weight",)
+    stacked_weights = ("weight",)
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class SquareBlock(nn.Module):
 class MLPBlock(nn.Module):
     """A residual MLP for each of K heads: x + SiLU(x U + b) D + c. D, b and c start at zero, and U at random."""
 
-    stacked = ("up", "down")
+    stacked_weights = ("up", "down")
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()

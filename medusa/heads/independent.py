@@ -37,7 +37,7 @@ class MedusaHeads(PretrainedHeads, Kind):
     heads use the backbone's LM head. The caller passes it to `forward`, so that the heads contain no module of the
     backbone."""
 
-    stacked: ClassVar[tuple[str, ...]] = ("lm_heads",)
+    stacked_weights: ClassVar[tuple[str, ...]] = ("lm_heads",)
 
     def __init__(self, config: MedusaConfig) -> None:
         """Create untrained heads: all blocks are the identity, and LM heads are zero until `start_from` is called."""

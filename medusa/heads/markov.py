@@ -51,7 +51,7 @@ class MarkovHeads(SequentialHeads):
 
     Settings = MarkovSettings
     follows_path = True
-    stacked = ("lm_heads", "root", "token", "gate")
+    stacked_weights = ("lm_heads", "root", "token", "gate")
     usual_path_dropout = 0.4  # measured on stories260K (docs/log.md)
 
     @classmethod

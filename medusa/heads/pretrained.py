@@ -69,7 +69,8 @@ class PretrainedHeads(nn.Module):
 
         Args:
             name_or_path: a folder, a Hub id such as `org/heads`, or `demo` for the heads that come with the package.
-            dtype, device: the dtype and device of the heads; by default the dtype in the file, on the CPU.
+            dtype, device: the dtype and device of the heads; by default the dtype in the file, on the CPU. Tensors of
+                several dtypes become float32, or float64 if one is.
             hub: `revision`, `token`, `cache_dir` and `local_files_only` of `huggingface_hub.snapshot_download`."""
         from medusa.checkpoints.folder import HubOptions, load
 
@@ -80,7 +81,7 @@ class PretrainedHeads(nn.Module):
             heads = cls.from_config(checkpoint.config)
         heads.load_state_dict(checkpoint.tensors, assign=True)  # not copied
         heads.provenance = checkpoint.provenance
-        return heads.eval().to(device=device, dtype=dtype)
+        return heads.eval().to(device=device, dtype=dtype or checkpoint.dtype)
 
     def save_pretrained(self, folder: str | Path, provenance: Json | None = None, overwrite: bool = True) -> None:
         """Write the heads into `folder`, each file atomically. The folder is created if it does not exist.

@@ -26,6 +26,7 @@ from medusa.heads.blocks import ORIGINAL_HYDRA, OriginalHydraStack, Stack
 from medusa.heads.context_kv import ContextKV
 from medusa.heads.independent import LMHead, MedusaHeads
 from medusa.heads.inputs import HeadInputs
+from medusa.heads.stacked import product
 
 State = tuple[Tensor, ...]  # tensors [..., S] that a head passes to the next head, the same for all children of a node
 
@@ -76,7 +77,9 @@ class SequentialHeads(MedusaHeads, ABC):
         """Compute the logits [..., V] of head `head` from its features [..., H], by its own LM head or `lm_head`."""
         if self.lm_heads is None:
             return lm_head(features)
-        return features @ self.lm_heads[head % len(self.lm_heads)]  # with `lm_head: one` there is only one
+        own = head % len(self.lm_heads)  # with `lm_head: one` there is only one
+        logits = product(features.reshape(1, -1, features.shape[-1]), self.lm_heads, slice(own, own + 1))
+        return logits.view(*features.shape[:-1], -1)
 
 
 class CascadeHeads(SequentialHeads):

@@ -1,6 +1,6 @@
 """Products with the stacked weights of K heads, which a faster function may compute.
 
-A module names its parameters with such weights in `stacked`.
+A module names its parameters with such weights in `stacked_weights`.
 
 Shapes: K heads, of which k run, M positions, I inputs and O outputs of a layer."""
 

@@ -436,6 +436,10 @@ def test_a_finished_distillation_changes_only_if_asked(distill: Any, medusa: Any
         assert (done.status, done.lines) == (2, whole)
         assert "other settings" in done.err
         assert "--overwrite" in done.err
+    settings = read_json(tmp_path / "own.settings.json")
+    write_json(tmp_path / "own.settings.json", settings | {"prompts": "../elsewhere/prompts.jsonl"})
+    done = distill(prompts=MANY)
+    assert (done.status, done.lines) == (0, whole), "the same prompts, from a file of another path"
     argv = ("--self-talk", "2", "--output", output, "--overwrite")
     assert medusa("distill", "--backbone", tmp_path / "absent", *argv).status == 2
     assert lines_of(output) == whole

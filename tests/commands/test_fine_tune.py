@@ -156,6 +156,9 @@ def test_a_layer_for_servers_continues_only_where_the_model_has_the_layers_that_
     new_heads(model, HeadsConfig(**served), "tiny").save_pretrained(tmp_path)
     (choice,) = choose_heads(options(start=str(tmp_path), purpose="vllm"), head_sizes(model.config))
     assert choice.name == "eagle"
+    new_heads(model, HeadsConfig(kind="dflash"), "tiny").save_pretrained(tmp_path / "block")
+    (block,) = choose_heads(options(start=str(tmp_path / "block"), purpose="vllm"), head_sizes(model.config))
+    assert block.name == "dflash"
     assert parse_recipe({"backbone": "b", "data": "d", "output_dir": "o", "heads": choice.heads}, "test")
     costs_of(choice, Loaded(model, None, "tiny"), PROBE)
     with pytest.raises(RequestError, match="layer"):

@@ -50,7 +50,7 @@ from medusa.commands.fit.plan import (
 from medusa.commands.fit.probe import Probe
 from medusa.commands.fit.prompts import answerable, asked, split, write_prompts
 from medusa.commands.fit.state import FitState
-from medusa.commands.options import Models, Prompts
+from medusa.commands.options import Models, Output, Prompts
 from medusa.config import MedusaConfig
 from medusa.errors import NotCompilableError, RequestError, RunError
 from medusa.files import ASSETS
@@ -603,12 +603,28 @@ def test_a_run_continues_only_with_its_own_request(tmp_path: Path) -> None:
     for changed, told in (
         ({"minutes": 4.0}, "--minutes 3.0, not 4.0"),
         ({"ignore_eos": True}, "--ignore-eos False, not True"),
+        ({"server_model": "lora"}, "--server-model None, not 'lora'"),
         ({"prompts": "other"}, "other prompts"),
     ):
         with pytest.raises(
             RequestError, match=f"holds a run with {told}; to continue it: medusa fit x --minutes 3; .*--overwrite"
         ):
             FitState(tmp_path, request | changed)
+
+
+@pytest.mark.parametrize("kind", [RequestError, RunError])
+def test_the_error_of_a_stage_names_the_command_whose_options_it_advises(tmp_path: Path, kind: type[Exception]) -> None:
+    def work() -> Any:
+        raise kind("out/x exists; choose another output_dir or add --overwrite")
+
+    run = stages.Run(options(output=Output(quiet=True)), tmp_path, planned(), PROBE)
+    state = FitState(tmp_path, {})
+    with pytest.raises(kind) as failed:
+        stages.finish(stages.Stage("train markov", "2/4", "medusa train 'a b.yaml'", work), run, state)
+    told = str(failed.value)
+    assert told.startswith("stage train markov, which runs medusa train: out/x exists; choose another output_dir")
+    assert told.endswith("; in medusa fit, --overwrite starts the whole run again")
+    assert not state.stages
 
 
 @pytest.mark.usefixtures("short_fit")

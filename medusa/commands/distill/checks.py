@@ -29,7 +29,8 @@ def require_same_settings(path: Path, about: Json, overwrite: bool, quantized: b
     """Raise a `RequestError` if the output file has texts and its settings are not `about`, unless `overwrite` is true.
 
     A run that ended before it could write its settings leaves an empty file. Weights, which are known only after the
-    model is loaded, count only if `about` has some, and the file's settings too: earlier versions wrote none.
+    model is loaded, count only if `about` has some, and the file's settings too: earlier versions wrote none. The
+    prompts count by their digest, so their file may have another path.
     `quantized`: whether they are those of quantised layers."""
     sidecar, has_texts = path.with_suffix(SETTINGS), path.exists() and path.stat().st_size > 0
     if not has_texts or overwrite:
@@ -37,7 +38,11 @@ def require_same_settings(path: Path, about: Json, overwrite: bool, quantized: b
     held = read_json(sidecar) if sidecar.exists() else {}
     earlier, weights = held.pop(WEIGHTS, None), about.get(WEIGHTS)
     way = "choose another file or add --overwrite"
-    if held != {name: value for name, value in about.items() if name != WEIGHTS}:
+    now = {name: value for name, value in about.items() if name != WEIGHTS}
+    if held.get("prompts_digest") is not None and now.get("prompts_digest") is not None:
+        held.pop("prompts", None)
+        now.pop("prompts", None)
+    if held != now:
         raise RequestError(f"{path} exists and was made with other settings; {way}")
     if earlier and weights:
         from medusa.fingerprint import unlike  # which imports torch

@@ -146,7 +146,11 @@ class FitOptions(Options):
         names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw")
         about = {name: getattr(self, name) for name in names}
         # Runs of earlier versions do not have these.
-        about["start"], about["server"] = self.start, bool(self.server) or None
+        about["start"], about["server"], about["server_model"] = (
+            self.start,
+            bool(self.server) or None,
+            self.server_model,
+        )
         about["template_option"] = list(self.template_option) or None
         about["ignore_generation_config"] = self.ignore_generation_config or None
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}
@@ -176,10 +180,13 @@ def choose_heads(options: FitOptions, sizes: tuple[int, int] = (0, 0)) -> list[H
         return [HeadsChoice(options.kind, {"kind": options.kind}, "--kind asks for it")]
     row = table["transformers" if options.purpose == "transformers" else "servers"]
     if options.start is not None:
+        from medusa.checkpoints.folder import load
         from train.config import HeadsConfig
         from train.heads import startable
 
-        served = {} if options.purpose == "transformers" else {**row["heads"], "lm_head": None}  # any LM head will do
+        served: Json = {}
+        if options.purpose != "transformers" and load(options.start).config.kind != "dflash":
+            served = {**row["heads"], "lm_head": None}  # any LM head will do
         heads = {"start": options.start, **served}
         held = startable(options.start, HeadsConfig(**heads), *sizes, option="--start").config
         name = held.backbone.get("name") or "another model"

@@ -27,7 +27,7 @@ from medusa.commands.fit.prompts import Split, write_prompts
 from medusa.commands.fit.state import FitState
 from medusa.commands.options import Models, ModelsWithHeads, Prompts, warn
 from medusa.commands.trees import HEADS
-from medusa.errors import NotCompilableError, RunError
+from medusa.errors import NotCompilableError, RequestError, RunError
 from medusa.files import Json, write_text
 from medusa.memory import release
 from medusa.options import Options
@@ -103,7 +103,9 @@ def make(run: Run, state: FitState, sides: Split, choices: list[HeadsChoice]) ->
 
 
 def finish(stage: Stage, run: Run, state: FitState) -> None:
-    """Run a stage, and keep its figures; a stage that is finished already is only named."""
+    """Run a stage, and keep its figures; a stage that is finished already is only named.
+
+    Errors name the stage's command, because their advice is about its options."""
     console = run.options.output.console
     console.print(f"\n[bold cyan]{stage.title}[/bold cyan]", highlight=False)
     if stage.name in state.stages:
@@ -111,7 +113,15 @@ def finish(stage: Stage, run: Run, state: FitState) -> None:
         return
     console.print(f"    this stage alone: [dim]{stage.command}[/dim]", soft_wrap=True, highlight=False)
     release()  # each stage loads the model, and the memory may hold it only once
-    state.finish(stage.name, stage.work())
+    try:
+        figures = stage.work()
+    except (RequestError, RunError) as error:
+        runs = " ".join(shlex.split(stage.command)[:2])
+        told = f"stage {stage.name}, which runs {runs}: {getattr(error, 'typed', error)}"
+        if "--overwrite" in told:
+            told += "; in medusa fit, --overwrite starts the whole run again"
+        raise (RequestError if isinstance(error, RequestError) else RunError)(told) from error
+    state.finish(stage.name, figures)
 
 
 def write_sides(run: Run, sides: Split) -> None:

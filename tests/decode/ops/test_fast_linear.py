@@ -438,7 +438,7 @@ def test_weights_are_checked_before_the_first_text_of_a_batch_and_not_for_those_
 
 
 class Stacked(nn.Module):
-    stacked = ("up", "absent")
+    stacked_weights = ("up", "absent")
     absent = None
 
     def __init__(self) -> None:
@@ -514,7 +514,7 @@ def test_drafts_of_all_kinds_of_heads_read_packed_weights(form: str) -> None:
 
 
 @pytest.mark.usefixtures("packs_all")
-@pytest.mark.parametrize("kind", ["medusa", "markov"])
+@pytest.mark.parametrize("kind", ["medusa", "markov", "hydra", "recurrent"])
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 @torch.no_grad()
 def test_logits_of_heads_with_packed_weights_are_those_without(kind: str, lm_head: str) -> None:

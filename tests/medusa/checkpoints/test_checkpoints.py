@@ -87,6 +87,21 @@ def test_round_trip_is_bit_for_bit(
     assert not again.training
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_tensors_of_several_dtypes_become_one(tmp_path: Path, dtype: torch.dtype) -> None:
+    heads = some_heads(num_layers=2)
+    heads.bfloat16().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    name = next(name for name in tensors if "bias" in name)
+    save_file(tensors | {name: tensors[name].to(dtype)}, tmp_path / WEIGHTS)
+    loaded = MedusaHeads.from_pretrained(tmp_path)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {
+        max(dtype, torch.float32, key=lambda d: d.itemsize)
+    }
+    hidden = torch.randn(2, H).to(loaded.dtype)
+    torch.testing.assert_close(loaded(HeadInputs(hidden)), heads.to(loaded.dtype)(HeadInputs(hidden)))
+
+
 def test_published_names_and_layout(tmp_path: Path) -> None:
     """Other programs read these files: names, the [out, in] layout and the JSON keys must not change."""
     heads = some_heads(num_heads=2, base_model_name_or_path="org/base")
