@@ -170,6 +170,8 @@ def _check(model: PreTrainedModel, by_kernel: bool = False) -> TreeCheck:
         return check
     what = "recurrent layers do" if LayerTypes(backbone.config).has_states else "attention does"
     reason = f"its {what} not follow our masks and positions"
+    if getattr(backbone.config, "is_decoder", None) is False:  # BERT and others, whose tokens see later ones
+        reason = "is_decoder is false in its config, so it reads texts as an encoder"
     if model.training:
         reason = "the model is in train mode, where dropout changes every forward; call model.eval()"
     differs = f"a tree forward differs from plain forwards by {check.error:.2g} (at most {check.limit:.2g})"

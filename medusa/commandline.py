@@ -66,7 +66,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 def width() -> int:
     """Return the number of columns that help texts fill."""
-    return shutil.get_terminal_size().columns - 2
+    return max(shutil.get_terminal_size().columns - 2, 1)
 
 
 def exit_status(program: str, run: Callable[[], int | None]) -> int:

@@ -131,6 +131,11 @@ def test_a_relative_backbone_is_found_from_its_folder(
 # --- help ------------------------------------------------------------------------------------------------------------
 
 
+def test_help_is_written_on_a_terminal_of_any_width(medusa: Medusa, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    assert medusa("info", "--help").status == 0
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_one_screen_and_help_all_shows_every_option(
     medusa: Medusa, monkeypatch: pytest.MonkeyPatch, command: str

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import BertConfig, BertLMHeadModel
 
 from decode import generate, reader
 from decode import tree_check as capability
@@ -153,6 +154,16 @@ def test_a_mask_that_is_added_as_0_and_1_is_caught(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reader, "additive", lambda allowed, dtype: allowed)
     assert not check_tree_forward(tiny_model("llama", attn_implementation="eager")).ok
     assert check_tree_forward(tiny_model("llama", attn_implementation="sdpa")).ok, "sdpa takes both"
+
+
+def test_an_encoder_is_named() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    for is_decoder in (False, True):
+        model = BertLMHeadModel(BertConfig(vocab_size=64, is_decoder=is_decoder, **sizes)).eval()
+        check = check_tree_forward(model)
+        assert check.ok == is_decoder
+        assert is_decoder or "is_decoder is false in its config" in str(check.reason)
 
 
 @pytest.mark.parametrize("family", [family for family in REFUSED if family != "t5"])
