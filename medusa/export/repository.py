@@ -59,8 +59,14 @@ def write_repository(heads: Checkpoint, folder: Path, facts: Facts) -> Checkpoin
     """Write a Hub repository of heads into `folder`, and return the heads as they were written.
 
     The files contain no paths of this machine. Heads without a tree get `DEFAULT_TREE`, cut to the depth that the heads
-    reach. The decoding code is left out if it does not support these heads."""
-    base = heads.config.base_model_name_or_path
+    reach. The decoding code is left out if it does not support these heads. RequestError: they were trained with an
+    adapter, and do not name the merged model."""
+    base, recipe = heads.config.base_model_name_or_path, (heads.provenance or {}).get("config") or {}
+    if recipe.get("adapter") and base == recipe.get("backbone"):
+        raise RequestError(
+            f"these heads were trained with an adapter of {base}, and do not fit that model alone; publish the merged "
+            "one, and name it by --backbone, or in Python as heads.config.base_model_name_or_path"
+        )
     default = load_tree(DEFAULT_TREE, heads.config.num_heads).clip(heads.config.num_heads)
     config = replace(
         heads.config,
@@ -108,11 +114,11 @@ def push(heads: Checkpoint, repo_id: str, **options: Unpack[PushOptions]) -> str
         raise RequestError("the token has a space, a line end or a character that no token has; remove it")
     api = HfApi(token=token)
     try:
-        repo = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
-        if revision is not None:
-            api.create_branch(repo, branch=revision, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             config = write_repository(heads, Path(folder), facts).config
+            repo = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
+            if revision is not None:
+                api.create_branch(repo, branch=revision, exist_ok=True)
             of = config.base_model_name_or_path or "their backbone"
             message = options.get("commit_message") or f"{config.num_heads} {config.kind} heads for {of}"
             done = api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)

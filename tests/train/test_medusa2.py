@@ -347,7 +347,9 @@ def test_adapter_and_heads_are_saved_and_decode_together(
     assert not hasattr(merged, "peft_config")
     # W + BA in one matrix instead of two products: float32 rounding of logits of order 10.
     torch.testing.assert_close(merged(ids).logits, trained(ids).logits, atol=1e-3, rtol=1e-4)
-    assert not differs(merged, MedusaHeads.from_pretrained(out / "merged" / "heads").config.backbone)
+    of_merged = MedusaHeads.from_pretrained(out / "merged" / "heads").config
+    assert not differs(merged, of_merged.backbone)
+    assert of_merged.base_model_name_or_path == str(out / "merged")
     assert not (out / "checkpoint-2" / "merged").exists()
 
 

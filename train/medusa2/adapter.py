@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ def write_merged(config: TrainConfig, loaded: Loaded, heads: MedusaHeads) -> Pat
         merged.save_pretrained(folder)
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(folder)
-        original, heads.config.backbone = heads.config.backbone, fingerprint(merged, str(output / "merged"))
+        place, original = str(output / "merged"), heads.config
+        heads.config = replace(original, base_model_name_or_path=place, backbone=fingerprint(merged, place))
         heads.save_pretrained(folder / "heads")
-        heads.config.backbone = original
+        heads.config = original
     return output / "merged"

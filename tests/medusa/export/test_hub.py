@@ -487,6 +487,20 @@ def test_push(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert hub.calls[-1][1]["commit_message"] == "as said"
 
 
+def test_heads_of_an_adapter_are_not_pushed_for_the_model_without_it(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = random_heads(llama, 3, base_model_name_or_path="org/model")
+    heads.provenance = {"config": {"backbone": "org/model", "adapter": {"rank": 8}}}
+    hub = FakeHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    with pytest.raises(RequestError, match="trained with an adapter of org/model, and do not fit that model alone"):
+        heads.push_to_hub("org/heads")
+    heads.config.base_model_name_or_path = "org/merged"
+    heads.push_to_hub("org/heads")
+    assert "base_model: org/merged\n" in hub.files[CARD].decode()
+
+
 def test_unsupported_heads_are_pushed_without_code(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub()
     monkeypatch.setattr(huggingface_hub, "HfApi", hub)
