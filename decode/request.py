@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import (
+    PrefixConstrainedLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from decode.generation_config import require_plain, told, way_out
 from decode.sequences import Request
@@ -31,6 +35,11 @@ EXPECTED_INPUTS |= {"cache_params"}  # how Mamba calls its cache
 
 
 NEGATIVE = ("negative_prompt_ids", "negative_prompt_attention_mask")  # of guidance_scale, with a row for each prompt
+OF_A_BATCH = {
+    PrefixConstrainedLogitsProcessor: "pass prefix_allowed_tokens_fn instead",
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "pass guidance_scale and negative_prompt_ids instead",
+}
+"""Logits processors of transformers that hold something for each row of a batch."""
 LASTING = {EosTokenCriteria, MaxLengthCriteria}
 """Stopping criteria that serve later texts as well; others may note a time or a text."""
 _KEPT: WeakKeyDictionary[PreTrainedModel, tuple[object, Request]] = WeakKeyDictionary()
@@ -103,6 +112,13 @@ def _prepared(
     allowed = kwargs.pop("prefix_allowed_tokens_fn", None)
     copies = in_effect(model, kwargs, "num_return_sequences") or 1
     kwargs.pop("num_return_sequences", None)
+    if copies > 1 and not in_effect(model, kwargs, "do_sample"):
+        greedy = f"num_return_sequences is {copies}, and greedy decoding writes one text"
+        raise RequestError(f"{greedy}; add do_sample=True, or leave it out")
+    for processor in kwargs.get("logits_processor") or ():
+        if type(processor) in OF_A_BATCH and len(prompts) * copies > 1:
+            alone = f"{type(processor).__name__} was made for the batch, and each text is decoded alone"
+            raise RequestError(f"{alone}; {OF_A_BATCH[type(processor)]}")
     negative = {name: value for name in NEGATIVE if isinstance(value := kwargs.get(name), Tensor)}
     for name, value in negative.items():
         if len(value) not in (1, len(prompts)):

@@ -13,6 +13,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from decode.ops.draws import RowDraws
 from decode.ops.transfer import on_device
+from medusa.errors import RequestError
 
 AHEAD = 1024
 """New tokens for which the first cache and buffer of texts have room; both grow with longer texts."""
@@ -130,4 +131,8 @@ class Sequences:
         prefix = self.prefix(row, on_device(kept, self.buffer.device))
         count = len(self.new_ids[row]) + len(kept)
         scores: Any = None if self.scores is None else tuple(self.scores[row][:count])
-        return bool(self.criteria[row](cast(torch.LongTensor, prefix), scores).all())
+        found = self.criteria[row](cast(torch.LongTensor, prefix), scores)
+        if found.numel() != 1:  # the answer of a user's criterion that was made for a batch
+            told = f"a stopping criterion answers for {found.numel()} texts"
+            raise RequestError(f"{told}, and in decode sees each text alone; pass the prompts one at a time")
+        return bool(found)

@@ -22,6 +22,7 @@ from decode.ops.fast_topk import most_probable
 from decode.ops.transfer import on_device
 from decode.rules import AcceptanceRule
 from decode.sequences import Request, Sequences
+from medusa.errors import RequestError
 
 WARPERS = (
     logits_process.EpsilonLogitsWarper,
@@ -213,11 +214,15 @@ class Target:
 
 
 def processed(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
-    """Process scores [X, V] after `ids` [X, T]."""
+    """Process scores [X, V] after `ids` [X, T]. RequestError: a processor gives scores for other rows than these."""
+    shape = scores.shape
     for processor in processors:  # the list's own `__call__` inspects each signature again, which takes longer
         if isinstance(processor, logits_process.EtaLogitsWarper) and scores.isnan().any():
             continue  # PyTorch refuses the distribution that it makes; the host finds NaN when it reads the tokens
         scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+        if scores.shape != shape:  # of a user's processor that was made for a batch
+            made = f"{type(processor).__name__} made scores of shape {list(scores.shape)} from {list(shape)}"
+            raise RequestError(f"{made}, and in decode sees each text alone; pass the prompts one at a time")
     return scores
 
 

@@ -144,7 +144,10 @@ class BackboneFiles:
         except Exception as error:  # transformers raises errors of many types here
             raise _missing(self.name, error) from error
         if lacking:
-            raise RequestError(f"no backbone at {self.name}: its files lack the weights {lacking[0]}")
+            told = f"no backbone at {self.name}: its files lack the weights {lacking[0]}"
+            if source.adapter is not None:  # of DoRA, for example, transformers does not load all
+                told += ", or transformers does not load them; merge the adapter (peft: merge_and_unload)"
+            raise RequestError(told)
         if options.quantization is not None and not quantized_layers(model):
             raise RequestError(f"--quantization {options.quantization} changes no layer of {self.name}; leave it out")
         if options.quantization is not None:

@@ -59,10 +59,12 @@ def _options(name: str, config: type[DrafterConfig], text: str) -> dict[str, str
         takes_rest = config.rest is not None and option not in known
         if takes_rest:
             option, value = str(config.rest), ",".join(parts[place:])
-        elif not equals and place == 0 and config.first is not None:
+        elif place == 0 and config.first is not None and (not equals or (option not in known and "/" in option)):
             option, value = config.first, part
         elif not equals or option not in known:
             near = did_you_mean(option, known)
+            if config.first in given:
+                near = near or "; options are split at each comma, so a path cannot hold one"
             raise RequestError(f"drafter {name} has no option {part!r}{near}; its options: {allowed}")
         if option in given:
             raise RequestError(f"drafter {name}: {option} is given twice")

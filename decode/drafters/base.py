@@ -16,6 +16,7 @@ from decode.drafters.layouts import Layout, TreeLike
 from decode.session import Session
 from medusa.errors import OptionError, RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.tree import MAX_NODES
 
 
 class DrafterFactory(ABC):
@@ -97,6 +98,13 @@ def require_no_tree(tree: TreeLike, stop_drafting: float) -> None:
         raise OptionError("stop_drafting", "is for dynamic trees of heads; leave it out, or use the drafter's options")
     if tree is not None:
         raise RequestError("a tree can be chosen only for heads; leave it out, or use this drafter's options")
+
+
+def require_draftable_nodes(name: str, nodes: int) -> None:
+    """Raise a `RequestError` if drafts of the drafter `name` would have so many `nodes`."""
+    if nodes > MAX_NODES:
+        told = f"a draft has up to {nodes} nodes; at most {MAX_NODES} can be verified in one forward"
+        raise RequestError(f"drafter {name}: {told}")
 
 
 def require_at_least(minimum: int, name: str, /, **options: int) -> None:

@@ -25,7 +25,13 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft, Frontier, SideBranch
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
+from decode.drafters.base import (
+    DrafterConfig,
+    DrafterContext,
+    DrafterFactory,
+    require_at_least,
+    require_draftable_nodes,
+)
 from decode.drafters.tries import TextDrafter, TextDrafterFactory, Trie
 from decode.ops.transfer import on_device
 from decode.sequences import Sequences
@@ -44,10 +50,16 @@ class LookaheadConfig(DrafterConfig):
     def __post_init__(self) -> None:
         require_at_least(1, "lookahead", window=self.window, guesses=self.guesses)
         require_at_least(3, "lookahead", n=self.n)  # with 2, the first column would hold the root alone
+        require_draftable_nodes("lookahead", self.num_nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of a draft: those of all guesses, and the window with the root."""
+        return (self.guesses + self.window) * (self.n - 1)
 
     def factory(self, context: DrafterContext) -> DrafterFactory:
         return TextDrafterFactory(
-            num_nodes=(self.guesses + self.window) * (self.n - 1),  # all guesses, and the window with the root
+            num_nodes=self.num_nodes,
             make=lambda session: LookaheadDrafter(session.sequences, self, session.backbone.device),
             warm_up=16,
         )

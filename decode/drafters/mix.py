@@ -17,7 +17,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.draft import Draft, Drafter, Frontier, forget
 from decode.drafters import parse
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
+from decode.drafters.base import (
+    DrafterConfig,
+    DrafterContext,
+    DrafterFactory,
+    require_at_least,
+    require_draftable_nodes,
+)
 from decode.drafters.layouts import Layout, TreeLike
 from decode.drafters.ngram import NgramConfig, NgramDrafter, NgramIndex
 from decode.session import Session
@@ -28,6 +34,7 @@ from medusa.heads.independent import MedusaHeads
 GAINS = (0.6, 0.5, 0.35, 0.3, 0.25, 0.2, 0.2, 0.2, 0.1)
 """Tokens that heads add to those of n-grams in a step, by the matching tokens before a copy, until a session knows."""
 WEIGHT = 4  # steps of a session that change a gain as much as `GAINS` does
+NO_PLUS = "a mix is split at each +, so a path in it cannot hold one"
 UNKNOWN = -1e9  # the log probability of nodes that only fill up a draft
 
 
@@ -104,9 +111,14 @@ class MixConfig(DrafterConfig):
         names = self.parts.split("+")
         if len(names) < 2:
             raise RequestError(f"drafter mix: {self.parts!r} is one drafter; join several by +, as in mix:heads+ngram")
+        if not all(names):
+            raise RequestError(f"drafter mix: {self.parts!r} has an empty part; {NO_PLUS}")
         if len(set(names)) < len(names):
             raise RequestError(f"drafter mix: {self.parts!r} names a drafter twice; name each once")
-        self.configs = [parse(name) for name in names]
+        try:
+            self.configs = [parse(name) for name in names]
+        except RequestError as error:
+            raise RequestError(f"{error}; {NO_PLUS}" if "/" in self.parts else str(error)) from None
         if any(isinstance(config, MixConfig) for config in self.configs):
             raise RequestError("drafter mix: a mix cannot contain a mix; name all drafters in one, joined by +")
         if self.least and not any(isinstance(config, NgramConfig) for config in self.configs):
@@ -161,6 +173,7 @@ class Mix(DrafterFactory):
         self.tree = next((part.tree for part in parts if part.tree is not None), None)
         self.warm_up = max(part.warm_up for part in parts)
         everything = 1 + sum(part.num_nodes - 1 for part in parts)
+        require_draftable_nodes("mix", everything)
         self.num_nodes = min(nodes or everything, everything)
         self.num_bytes = sum({id(part.heads or part): part.num_bytes for part in parts}.values())  # heads count once
 

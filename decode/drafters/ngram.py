@@ -15,7 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
+from decode.drafters.base import (
+    DrafterConfig,
+    DrafterContext,
+    DrafterFactory,
+    require_at_least,
+    require_draftable_nodes,
+)
 from decode.drafters.tries import TextDrafter, TextDrafterFactory, Trie
 
 
@@ -33,6 +39,7 @@ class NgramConfig(DrafterConfig):
         require_at_least(1, "ngram", min_n=self.min_n, tokens=self.tokens, matches=self.matches)
         require_at_least(self.min_n, "ngram", n=self.n)
         require_at_least(0, "ngram", nodes=self.nodes)
+        require_draftable_nodes("ngram", self.num_nodes)
 
     @property
     def num_nodes(self) -> int:

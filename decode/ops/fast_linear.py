@@ -231,12 +231,11 @@ def pack(model: nn.Module) -> None:
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         for key, weight in weights.items():
             sums, found = _sums(weight), _PACKED.get(key)
-            if found is None or found.of() is not weight or not torch.equal(found.sums, sums):
+            same = found is not None and found.of() is weight and found.version == weight._version
+            if found is None or not same or not torch.equal(found.sums, sums):
                 parts = [weight] if weight.ndim == 2 else weight.mT.contiguous()
                 copies = tuple(map(torch.ops.mkldnn._reorder_linear_weight, parts))
                 _PACKED[key] = Packed(weakref.ref(weight, partial(_forget, key)), weight._version, sums, copies)
-            elif found.version != weight._version:  # written to, but with the same numbers
-                _PACKED[key] = found._replace(version=weight._version)
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:

@@ -231,7 +231,7 @@ class CompletionApi:
         return Starlette(
             routes=routes,
             middleware=middleware,
-            exception_handlers={ApiError: _refuse, 404: _refuse, 405: _refuse},
+            exception_handlers={ApiError: _refuse, 404: _refuse, 405: _refuse, Exception: _apologise},
             lifespan=lifespan,
         )
 
@@ -297,6 +297,8 @@ class CompletionApi:
 
         `loop` is that of the HTTP thread."""
         self._require_model(self.name if asked.model is None else asked.model)
+        if asked.texts > MAX_CHOICES:  # before anything is encoded
+            raise ApiError(f"{asked.texts} texts were asked for; a request has at most {MAX_CHOICES}")
         context = Backbone(self.generator.model).context
         if context is not None and asked.letters > LETTERS * context:  # it is not even encoded
             raise ApiError(f"the prompt has {asked.letters} characters, but the context ends at {context} tokens")
@@ -304,22 +306,19 @@ class CompletionApi:
             settings = self._with_format(asked.settings(self.generator.settings), asked.response_format)
             tokenizer = self.worker.tokenizer
             prompts = asked.prompts(tokenizer, self.template_options)
-            has_echo = isinstance(asked, CompletionRequest) and asked.echo
-            echoes = asked.echoes(tokenizer) if isinstance(asked, CompletionRequest) else [""]
             for model, name in zip(self.generator.models, ("backbone", "amateur"), strict=False):
                 require_fitting(prompts, Backbone(model), name)
+            has_echo = isinstance(asked, CompletionRequest) and asked.echo
+            echoes = asked.echoes(tokenizer) if isinstance(asked, CompletionRequest) else [""]  # of ids that fit
         except RequestError as error:
             raise ApiError(str(error)) from None
-        count = len(prompts) * asked.n
-        if count > MAX_CHOICES:
-            raise ApiError(f"{count} texts were asked for; a request has at most {MAX_CHOICES}")
         self.answered += 1
         seed = self.seed + self.answered * MAX_CHOICES if asked.seed is None else asked.seed
         answer = ApiAnswer(
             self.name, isinstance(asked, ChatRequest), asked.stream, sum(map(len, prompts)), tokenizer, loop
         )
         answer.returns_ids = asked.return_token_ids
-        for index in range(count):
+        for index in range(asked.texts):
             number, copy = divmod(index, asked.n)
             # If the request has a seed, equal prompts get equal texts; otherwise each text gets another seed.
             own = (seed + (index if asked.seed is None else copy)) % 2**63
@@ -344,6 +343,11 @@ async def _refuse(request: HttpRequest, error: Exception) -> Response:
         error = ApiError(f"{request.method} {request.url.path}: {routes}", error.status_code)
     assert isinstance(error, ApiError)
     return JSONResponse(error.to_json(), error.status)
+
+
+async def _apologise(request: HttpRequest, error: Exception) -> Response:
+    """Answer a request at which this server failed with the API's error object; the log gets the traceback."""
+    return JSONResponse(ApiError(f"the server failed: {type(error).__name__}", 500).to_json(), 500)
 
 
 def serve(

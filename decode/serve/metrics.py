@@ -75,10 +75,22 @@ class CountRequests:
         self.app, self.metrics, self.paths = app, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = False
+
+        def count(status: int) -> None:
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            self.metrics.requests.labels(path, str(status)).inc()
+
         async def counting(message: Message) -> None:
+            nonlocal began
             if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in self.paths else "other"
-                self.metrics.requests.labels(path, str(message["status"])).inc()
+                began = True
+                count(message["status"])
             await send(message)
 
-        await self.app(scope, receive, counting)
+        try:
+            await self.app(scope, receive, counting)
+        except Exception:
+            if not began:  # the answer to an error of the server is made outside of this middleware
+                count(500)
+            raise

@@ -129,6 +129,11 @@ class GenerationRequest(StrictModel):
         return given
 
     @property
+    def texts(self) -> int:
+        """How many texts the answer has."""
+        return self.n
+
+    @property
     def scores(self) -> int | None:
         """How many most probable tokens to list beside each token; `None`: no log-probabilities."""
         return None
@@ -188,6 +193,10 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = Field(True, description="true or false")  # whether a BOS begins a prompt
 
     @property
+    def texts(self) -> int:
+        return len(self.prompt) * self.n
+
+    @property
     def letters(self) -> int:
         """The number of characters of the longest text to continue."""
         return max((len(part) for part in self.prompt if isinstance(part, str)), default=0)
@@ -236,8 +245,13 @@ class ChatRequest(GenerationRequest):
 
     @property
     def letters(self) -> int:
-        """The number of characters of the messages' texts together."""
-        return sum(len(content) for message in self.messages if isinstance(content := message.get("content"), str))
+        """The number of characters of the texts in messages, tools and documents together."""
+        count, left = 0, list[object]([self.messages, self.tools, self.documents])
+        while left:
+            part = left.pop()
+            count += len(part) if isinstance(part, str) else 0
+            left += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return count
 
     @property
     def offered(self) -> list[Json] | None:

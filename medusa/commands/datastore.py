@@ -80,13 +80,14 @@ def run(options: DatastoreOptions) -> None:
         "document_separator": options.data.document_separator,
     }
     pieces = _files(options) if options.suffix else _records(options.data, tokenizer)
-    first = list(islice(pieces, 1))  # data that cannot be read is refused before a folder is made, or replaced
+    first = list(islice(pieces, 1))  # data that cannot be read is refused before a folder is made
     start, progress = time.monotonic(), options.output.progress
     with options.output.stage("reading") as status:
         built = build(
             folder, chain(first, pieces), lambda piece: _ids(piece, tokenizer), about, options.overwrite, status.update
         )
     size = sum(path.stat().st_size for path in folder.iterdir())
+    built["tokens"] -= built["documents"]  # without the end marks of documents
     summary = f"{options.out}: {built['documents']} documents, {built['tokens']} tokens, {readable(size)}"
     progress.print(summary, highlight=False, soft_wrap=True)
     options.output.write(built | {"bytes": size, "seconds": time.monotonic() - start})
@@ -99,7 +100,8 @@ def _records(data: DataOptions, tokenizer: PreTrainedTokenizerBase | None) -> It
 
     for record in read_records(data.data, split=data.split, separator=data.document_separator):
         if record.text is not None and record.answer is None:
-            yield from _cut(record.where, record.text)
+            if record.text:
+                yield from _cut(record.where, record.text)
         else:
             for example in to_examples(record, tokenizer)[0]:
                 yield Piece(record.where, example.input_ids)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from medusa.commands.effects import require_of_kind, require_revisions
 from medusa.commands.options import Output, warn
 from medusa.errors import RequestError, RunError, choose_one_of
-from medusa.export import FORMATS, REMOVED, WRITTEN
+from medusa.export import FORMATS, MARK, REMOVED, WRITTEN
 from medusa.files import Json, readable, replacing_folder, require_absent, require_writable_folder
 from medusa.options import DTYPE_NAMES, REQUIRED, LoadOptions, Options, group, option
 from medusa.places import may_be_on_hub, require_backbone, require_file, require_heads
@@ -125,6 +125,7 @@ def export(options: ExportOptions) -> Json:
         if not load(folder).is_same(written.heads):
             raise RunError("read again, the exported weights differ from the heads; no files were kept")
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        (folder / MARK).write_text(f"{options.to}\n", encoding="utf-8")
         files = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     notes = [*written.notes, *([unchecked] if unchecked and options.backbone not in recorded else [])]
     about: Json = {"format": options.to, "folder": options.out, "files": files}
@@ -157,7 +158,7 @@ def _require_replaceable(output: Path, keep: list[Path]) -> None:
     for path in keep:
         if path.exists() and path.resolve().is_relative_to(place):
             raise RequestError(f"--output {output} would replace {path}, which is an input; choose another folder")
-    require_of_kind("output", output, "an export", "config.json")
+    require_of_kind("output", output, "an export of this version", MARK)
     for path in output.rglob("*") if output.is_dir() else ():
-        if path.is_file() and str(path.relative_to(output)) not in WRITTEN:
+        if path.is_file() and str(path.relative_to(output)) not in (*WRITTEN, MARK):
             raise RequestError(f"--output {output} holds {path.name}, which no export writes; choose another folder")

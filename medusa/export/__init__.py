@@ -28,3 +28,5 @@ WRITTEN = (
     ),
 )
 """All files that exports write; a folder with others is not replaced."""
+MARK = ".medusa-export"
+"""A file with the name of the format, by which an export is known; trained heads and models have the other names."""

@@ -15,7 +15,7 @@ from medusa.errors import RequestError
 from medusa.export.base import Export, read_embeddings, read_lm_head
 from medusa.files import Json
 from medusa.heads.eagle_layer import LayerSizes
-from medusa.loading import load_config
+from medusa.loading import head_sizes, load_config
 
 MODEL_WEIGHTS = "model.safetensors"
 """The file of weights that all consumers load."""
@@ -61,6 +61,10 @@ def backbone_and_features(export: Export) -> tuple[PretrainedConfig, list[int]]:
     Raise RequestError if the heads belong to a backbone of other sizes."""
     config = export.heads.config
     backbone = load_config(export.backbone, export.load).get_text_config(decoder=True)
+    if backbone.hidden_size != head_sizes(backbone)[0]:
+        raise RequestError(
+            f"{export.backbone} projects its hidden states, which no server's layer reads; take --to hub"
+        )
     if backbone.hidden_size != config.hidden_size or config.vocab_size not in (None, backbone.vocab_size):
         raise RequestError(f"these heads do not fit {export.backbone}, which has other sizes; name the right backbone")
     features, count = config.feature_layers or [], backbone.num_hidden_layers

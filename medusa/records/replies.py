@@ -176,7 +176,7 @@ class ReplyReader:
             self.text += letter
             try:
                 events = self.parser.feed(letter)
-            except ValueError:
+            except (ValueError, RecursionError):  # of JSON, possibly nested too deeply
                 yield from self._break_off()
                 continue
             yield from self._deltas(events)
@@ -188,7 +188,7 @@ class ReplyReader:
         read = self._read
         try:
             _, events = self.parser.finalize()
-        except ValueError:
+        except (ValueError, RecursionError):
             yield from self._break_off()
             return
         opens = any(event["type"] == "region_open" and event["field"] == CALLS for event in events)
@@ -251,7 +251,11 @@ def _call(found: Json) -> Json:
     arguments = function.get("arguments", function.get("parameters"))  # the second is Llama's name
     if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
         raise RequestError("the reply calls no function with arguments")
-    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, RecursionError) as error:  # NaN, half of a character, or nested too deeply
+        raise RequestError(f"the arguments of the reply's call are no JSON ({error})") from None
     # The id has nine letters and digits, as Mistral's template asks for.
     return {"id": uuid.uuid4().hex[:9], "type": "function", "function": {"name": function["name"], "arguments": text}}
 

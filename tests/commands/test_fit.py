@@ -612,6 +612,15 @@ def test_a_run_continues_only_with_its_own_request(tmp_path: Path) -> None:
             FitState(tmp_path, request | changed)
 
 
+def test_calibration_reads_no_prompt_twice(tmp_path: Path) -> None:
+    """Training answers some prompts several times, and copies make no figure more certain."""
+    state, run = FitState(tmp_path, {}), stages.Run(options(), tmp_path, planned(), PROBE)
+    state.stages["text"] = {"mean_tokens": 20}
+    write_prompts(tmp_path / stages.TRAIN, [parse_record({"text": f"abc{n % 50}"}, f"mine:{n}") for n in range(90)])
+    choice = choose_heads(options())[0]
+    assert "--max-prompts 50" in stages.calibration_stage(run, choice, state).command
+
+
 @pytest.mark.parametrize("kind", [RequestError, RunError])
 def test_the_error_of_a_stage_names_the_command_whose_options_it_advises(tmp_path: Path, kind: type[Exception]) -> None:
     def work() -> Any:

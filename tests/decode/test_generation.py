@@ -22,6 +22,7 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from decode import generate, medusa_generate, steps
 from decode.bench.benchmark import STAGES, StageTimer
@@ -195,6 +196,42 @@ def test_num_return_sequences(llama: Any, heads: MedusaHeads) -> None:
     assert out.shape == (6, 13)
     assert out[:, :5].tolist() == [prompts[0]] * 3 + [prompts[1]] * 3
     assert len(set(map(tuple, out.tolist()))) == 6, "samples of their own"
+
+
+class RowBias(LogitsProcessor):
+    """Made for a batch: each row has a bias of its own."""
+
+    bias = torch.randn(2, VOCAB)
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores + self.bias
+
+
+class RowLimits(StoppingCriteria):
+    """Made for a batch: each row ends at a length of its own."""
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return input_ids.shape[1] >= torch.tensor([6, 8])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"logits_processor": [RowBias()]}, r"RowBias made scores of shape \[2, 61\] from \[1, 61\]"),
+        ({"stopping_criteria": [RowLimits()]}, "a stopping criterion answers for 2 texts"),
+        (
+            {"logits_processor": [PrefixConstrainedLogitsProcessor(lambda row, ids: [row], 1)]},
+            "PrefixConstrainedLogitsProcessor was made for the batch.*pass prefix_allowed_tokens_fn instead",
+        ),
+        ({"num_return_sequences": 2}, "num_return_sequences is 2, and greedy decoding writes one text; add do_sample"),
+    ],
+    ids=["a bias of each row", "a limit of each row", "allowed tokens of each row", "copies"],
+)
+def test_what_was_made_for_the_rows_of_a_batch_is_refused(llama: Any, options: dict[str, Any], told: str) -> None:
+    """Each text is decoded alone, so it would be applied to the wrong row, or not at all."""
+    prompts = torch.tensor([random_ids(5, seed=1), random_ids(5, seed=2)])
+    with pytest.raises(RequestError, match=told):
+        generate(llama, drafter="ngram", input_ids=prompts, max_new_tokens=6, do_sample=False, **options)
 
 
 class ReadsText(TemperatureLogitsWarper):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -236,6 +236,17 @@ def adapted(model: Any, place: Path, **settings: Any) -> str:
     file = place / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(place)}))
     return str(place / "adapter")
+
+
+def test_an_adapter_that_transformers_loads_in_part_is_refused(tmp_path: Path) -> None:
+    """DoRA: transformers leaves out its magnitudes, and computes something else without an error."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), config).save_pretrained(tmp_path / "dora")
+    with pytest.raises(
+        RequestError, match=r"or transformers does not load them; merge the adapter \(peft: merge"
+    ):
+        load_backbone(str(tmp_path / "dora"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -38,6 +38,10 @@ FORMAT = 1
 MOST = 2**32 - DEPTH  # maximum number of tokens of a datastore, because positions are uint32
 
 
+class OtherTextError(RequestError):
+    """An unfinished build was started with another text."""
+
+
 class Piece(NamedTuple):
     """A passage of a document that is tokenised in one call."""
 
@@ -178,35 +182,50 @@ def build(
 
     `encode` returns the token ids of a piece. `about` holds `backbone`, `tokenizer` (the result of
     `tokenizer_fingerprint`), `vocab_size`, and every other setting that the ids depend on. To continue a build, give
-    the same `pieces` in the same order, and the same `about`. `overwrite` first deletes a datastore or unfinished
-    build in `folder`. `tell` receives progress messages.
+    the same `pieces` in the same order, and the same `about`. `overwrite` deletes an unfinished build in `folder`. A
+    finished datastore stays until the new one, which is built in a folder beside it, is finished, too. `tell` receives
+    progress messages.
 
     Raise a `RequestError` if `folder` holds other files or, without `overwrite`, a finished datastore or another build,
     or if the text is empty or has ids of another tokenizer; raise a `RunError` if the disk is full."""
     settings = json.loads(json.dumps(about | {"format": FORMAT, "depth": DEPTH}))  # as building.json returns them
+    require_output(folder, overwrite)
+    replaces = (folder / DONE).is_file()
+    place = folder.with_name(f".{folder.name}.new") if replaces else folder
     is_new = not folder.exists()
     full = disk_may_fill(folder, lambda: "the progress is kept: make room and run the same command again")
     with contextlib.ExitStack() as stack, full:
-        builder = _Builder(folder, settings, overwrite, stack)
+        builder = _Builder(place, settings, overwrite, stack, continues=replaces)
         try:
             if builder.state["read"]:
                 builder.require_same(pieces)
             else:
                 builder.read(pieces, encode, tell)
-        except RequestError:
-            if is_new and not read_json(folder / BUILDING)["pieces"]:  # nothing that another run could continue
-                shutil.rmtree(folder)
+        except RequestError as error:
+            if replaces or (is_new and not read_json(place / BUILDING)["pieces"]):  # nothing that a run could continue
+                shutil.rmtree(place)
+            if replaces and isinstance(error, OtherTextError):
+                raise RequestError("an unfinished build of another text is deleted; run the command again") from None
             raise
         builder.sort(tell)
-        return builder.finish()
+        found = builder.finish()
+        if replaces:
+            (folder / DONE).unlink()  # until all files are there, the folder holds no datastore
+            for name in (ORDER, TOKENS, DONE):
+                os.replace(place / name, folder / name)
+            place.rmdir()
+        return found
 
 
 class _Builder:
     """Writes the files of a datastore, and records the progress of the build in building.json."""
 
-    def __init__(self, folder: Path, about: Json, overwrite: bool, stack: contextlib.ExitStack) -> None:
-        """Begin or continue a build; until `stack` closes, other builds in the folder are refused."""
-        require_output(folder, overwrite)
+    def __init__(
+        self, folder: Path, about: Json, overwrite: bool, stack: contextlib.ExitStack, continues: bool = False
+    ) -> None:
+        """Begin or continue a build; until `stack` closes, other builds in the folder are refused.
+
+        `overwrite` deletes an earlier build, but if it `continues` one only a build with other settings."""
         self.folder, self.end = folder, int(about["vocab_size"])
         self.dtype = _dtype(self.end)
         folder.mkdir(parents=True, exist_ok=True)
@@ -215,6 +234,8 @@ class _Builder:
             stack.callback(os.close, handle)
             if not lock(handle, wait=False):
                 raise RequestError(f"another build is writing to {folder}; wait for it, or choose another place")
+        held = read_json(folder / BUILDING) if continues and (folder / BUILDING).is_file() else {}
+        overwrite = overwrite and held.get("about") != about
         for name in (DONE, TOKENS, ORDER, BUILDING) if overwrite else ():
             (folder / name).unlink(missing_ok=True)  # other files stay: one may be the text to store
         for path in _temporary_files(folder):
@@ -236,7 +257,7 @@ class _Builder:
 
     def _require_digest(self, digest: str) -> None:
         if digest != self.state["digest"]:
-            raise RequestError(f"{self.folder} was started with another text; add --overwrite to start again")
+            raise OtherTextError(f"{self.folder} was started with another text; add --overwrite to start again")
 
     def read(self, pieces: Iterable[Piece], encode: Callable[[Piece], list[int]], tell: Callable[[str], None]) -> None:
         """Tokenise the pieces of text that no earlier run has read, and append their ids to tokens.bin."""

@@ -13,7 +13,13 @@ from functools import cached_property
 
 from transformers import PretrainedConfig
 
-from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
+from decode.drafters.base import (
+    DrafterConfig,
+    DrafterContext,
+    DrafterFactory,
+    require_at_least,
+    require_draftable_nodes,
+)
 from decode.drafters.retrieval.datastore import Datastore
 from decode.drafters.retrieval.suffix_array import DEPTH
 from decode.drafters.tries import TextDrafter, TextDrafterFactory, Trie
@@ -39,6 +45,7 @@ class RestConfig(DrafterConfig):
             raise RequestError("drafter rest needs a datastore: rest:DIR, made by `medusa datastore build`")
         require_at_least(1, "rest", tokens=self.tokens, min_n=self.min_n, matches=self.matches)
         require_at_least(2, "rest", nodes=self.nodes)
+        require_draftable_nodes("rest", self.nodes)
         require_at_least(self.min_n, "rest", n=self.n)
         if self.n > DEPTH:
             raise RequestError(

@@ -214,13 +214,14 @@ def calibration_stage(run: Run, choice: HeadsChoice, state: FitState) -> Stage:
     """The stage that finds the fastest tree for one kind of heads, after the text stage."""
     mean = state.stages["text"]["mean_tokens"] or run.plan.text_tokens / run.plan.texts  # 0: a server did not tell
     length = min(max(mean, 1), CALIBRATION_TOKENS)
+    different = len(set((run.work / TRAIN).read_text(encoding="utf-8").split("\n")) - {""})  # copies come after them
     planned = run.plan.compiled
 
     def options(compiled: bool) -> CalibrateOptions:
         return CalibrateOptions(
             models=ModelsWithHeads(backbone=run.options.model, heads=str(run.work / choice.name)),
             load=run.options.load,
-            prompts=run.prompts(TRAIN, max(ceil(CALIBRATED_ON / length), FEWEST_TEXTS)),
+            prompts=run.prompts(TRAIN, min(max(ceil(CALIBRATED_ON / length), FEWEST_TEXTS), different)),
             settings=run.settings(CALIBRATION_TOKENS, compiled=compiled),
             runtime=run.options.runtime,
             output=run.options.output_to(run.work / f"{choice.name}-calibration.json"),

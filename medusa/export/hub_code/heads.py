@@ -152,7 +152,9 @@ def _require_fit(config: Options, model: PreTrainedModel, where: str) -> None:
         f"the heads at {where} are of a kind that this file cannot decode with; use the package medusa-heads",
     )
     base = config.get("base_model_name_or_path") or "another model"
-    for name in ("hidden_size", "vocab_size"):
-        theirs, ours = config.get(name), getattr(text_config(model), name)
+    text = text_config(model)
+    read = getattr(text, "word_embed_proj_dim", None) or text.hidden_size  # OPT projects its states
+    for name, ours in (("hidden_size", read), ("vocab_size", text.vocab_size)):
+        theirs = config.get(name)
         message = f"the heads at {where} have {name} {theirs}, the model {ours}; they are for {base}"
         require(theirs in (None, ours), message)

@@ -4,6 +4,7 @@ decode/drafters/retrieval/rest.py: order, search and drafts, compared with simpl
 from __future__ import annotations
 
 import random
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -253,6 +254,35 @@ def test_a_build_does_not_resume_with_another_text_or_setting(tmp_path: Path) ->
         build(tmp_path / "store", pieces, ids_of, about())
     build(tmp_path / "store", pieces[1:], ids_of, about(), overwrite=True)
     assert files(tmp_path / "store") == files(stored(tmp_path / "new", [ids_of(piece) for piece in pieces[1:]]))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("cause", ["an id of another tokenizer", "an interruption", "no text"])
+def test_a_datastore_stays_until_the_one_that_replaces_it_is_finished(tmp_path: Path, cause: str) -> None:
+    store, good = tmp_path / "store", [Piece("here", ids) for ids in documents_of(7)]
+    build(store, good, ids_of, about())
+    before = files(store)
+
+    def failing() -> Iterator[Piece]:
+        if cause == "no text":
+            return
+        yield from good[:20]
+        if cause == "an interruption":
+            raise KeyboardInterrupt
+        yield Piece("there", [VOCAB + 5])
+
+    with pytest.raises(KeyboardInterrupt if cause == "an interruption" else RequestError):
+        build(store, failing(), ids_of, about(), overwrite=True)
+    assert files(store) == before
+    assert Datastore(store).about["documents"]
+    other = good[1:]
+    if cause == "an interruption":
+        with pytest.raises(RequestError, match="an unfinished build of another text is deleted; run the command again"):
+            build(store, other, ids_of, about(), overwrite=True)
+    build(store, other, ids_of, about(), overwrite=True)
+    assert files(store) == files(stored(tmp_path / "new" / "store", [ids_of(piece) for piece in other]))
+    shutil.rmtree(tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"], "nothing is left beside it"
 
 
 @pytest.mark.usefixtures("small")

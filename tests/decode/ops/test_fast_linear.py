@@ -280,7 +280,13 @@ def counted(weight: Tensor) -> None:
         weight.mul_(2)
 
 
-@pytest.mark.parametrize("change", [plus, one_number, rows_swapped, columns_swapped, another, counted])
+def groups_moved(weight: Tensor) -> None:
+    """Groups of eight bytes, such as the columns of attention heads, change places: the sums of all rows stay."""
+    with torch.no_grad():
+        weight.copy_(weight.view(len(weight), -1, 8).flip(1).flatten(1))
+
+
+@pytest.mark.parametrize("change", [plus, one_number, rows_swapped, columns_swapped, another, counted, groups_moved])
 @torch.no_grad()
 def test_each_text_begins_with_the_present_weights(change: Callable[[Tensor], None]) -> None:
     """Changes by `.data`, as PEFT merges adapters, are not counted by PyTorch."""

@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 
 from decode.serve import app
 from decode.serve.app import CompletionApi, serve
-from decode.serve.schema import ApiError, ChatRequest, CompletionRequest
+from decode.serve.schema import ApiError, ChatRequest, CompletionRequest, parse
 from decode.serve.worker import BatchRow, BatchWorker
 from decode.settings import Settings
 from decode.strategies.contrastive import Amateur
@@ -126,6 +126,8 @@ WRONG_COMPLETIONS: list[tuple[Any, str]] = [
     ({"prompt": "a", "stop": ""}, "a stop string is empty"),
     ({"prompt": "a", "n": 0}, "n is 0; it must be a whole number from 1"),
     ({"prompt": ["a"] * 100, "n": 2}, "200 texts were asked for"),
+    ({"prompt": [-1], "echo": True}, "the prompt holds the id -1"),
+    ({"prompt": [[1], [2**64]], "echo": True}, f"the prompt holds the id {2**64}"),
     ({"prompt": "a", "seed": -2}, "seed is -2"),
     ({"prompt": "a", "stream": "yes"}, "stream is 'yes'; it must be true or false"),
     ({"prompt": "a", "stream_options": {"include_usage": 1}}, "it must be an object such"),
@@ -177,6 +179,44 @@ def figures(url: str) -> dict[str, float]:
     status, text = ask(url, "/metrics")
     assert status == 200
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
+
+
+def test_too_many_prompts_are_refused_before_one_is_encoded(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All requests wait for the one that is encoded."""
+    monkeypatch.setattr("decode.serve.schema.text_ids", lambda *args: pytest.fail("encoded"))
+    worker = BatchWorker(generator, 2)
+    worker.start(lambda: None)
+    with TestClient(CompletionApi(worker, "tiny").app(["testserver"])) as client:
+        assert client.post("/v1/completions", json={"prompt": ["a"] * 200}).status_code == 400
+
+
+@pytest.mark.parametrize("content", ["{}", [{"type": "text", "text": "{}"}]], ids=["a text", "parts"])
+@pytest.mark.parametrize("name", ["messages", "tools"])
+def test_long_texts_of_chats_are_counted_wherever_they_stand(name: str, content: Any) -> None:
+    long = json.loads(json.dumps(content).replace("{}", "x" * 5000))
+    message: dict[str, Any] = {"role": "user", "content": "a" if name == "tools" else long}
+    tools = {"tools": [{"type": "function", "function": {"name": "f", "description": long}}]} if name == "tools" else {}
+    body = {"messages": [message]} | tools
+    assert parse(json.dumps(body).encode(), ChatRequest).letters > 5000
+
+
+def test_a_failure_of_the_server_is_answered_and_counted(
+    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    worker = BatchWorker(generator, 2)
+    worker.start(lambda: None)
+    monkeypatch.setattr(CompletionApi, "begin", fails)
+    app = CompletionApi(worker, "tiny").app(["testserver"])
+    with TestClient(app, raise_server_exceptions=False) as client:
+        answer = client.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "the server failed: ZeroDivisionError"
+        assert 'path="/v1/completions",status="500"} 1.0' in client.get("/metrics").text
 
 
 def test_metrics_count_requests_tokens_and_accepted_guesses(url: str, generator: TextGenerator) -> None:

@@ -98,6 +98,20 @@ def test_without_a_valid_call_every_letter_is_content(name: str) -> None:
     assert tries > 10, "no power"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": "\\ud83d"}', '{"a": NaN}', '{"a": ' + 3000 * "[" + 3000 * "]" + "}", 3000 * "["],
+    ids=["half a character", "no number", "nested too deeply", "cut"],
+)
+def test_arguments_that_no_client_can_read_are_content(arguments: str) -> None:
+    form = "Hermes and Qwen"
+    text = WRITTEN[form].replace('{"a": 1}', arguments)
+    assert text != WRITTEN[form]
+    found = read(form, text, 0)
+    assert "tool_calls" not in found
+    json.dumps(found, allow_nan=False).encode()
+
+
 def test_a_piece_of_text_is_one_delta() -> None:
     form = FORMATS["Hermes and Qwen"][1]
     reader = ReplyReader(form, form["start_anchor"], byte_tokenizer("{# <tool_call> #}"), ADD)

@@ -24,6 +24,7 @@ from medusa.checkpoints.checkpoint import Checkpoint
 from medusa.checkpoints.folder import find_folder
 from medusa.checkpoints.published import to_published
 from medusa.checkpoints.stored import CONFIG, LEGACY_WEIGHTS, WEIGHTS, Stored, save_tensors
+from medusa.export import MARK
 from medusa.export.base import read_embeddings, read_lm_head
 from medusa.export.belonging import require_own_backbone
 from medusa.files import read_json
@@ -105,7 +106,7 @@ PUBLISHED = {
 def test_published_names_shapes_and_config(exported: Callable, backbone: Path, to: str, lm_head: str) -> None:
     heads, name = some_heads(lm_head=lm_head), LEGACY_WEIGHTS if to == "original-v1" else WEIGHTS
     folder = exported(heads, to)
-    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, name]
+    assert sorted(path.name for path in folder.iterdir()) == [MARK, CONFIG, name]
     tensors = load_file(folder / name) if to == "tgi" else torch.load(folder / name, weights_only=True)
     wanted = {key: shape for key, shape in PUBLISHED.items() if lm_head == "own" or ".linear." in key}
     assert shapes(tensors) == wanted
@@ -120,7 +121,7 @@ def test_published_names_shapes_and_config(exported: Callable, backbone: Path, t
 def test_vllm_names_shapes_and_config(exported: Callable, backbone: Path) -> None:
     heads = some_heads(num_layers=2)
     folder = exported(heads, "vllm")
-    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, MODEL]
+    assert sorted(path.name for path in folder.iterdir()) == [MARK, CONFIG, MODEL]
     expected: dict[str, list[int]] = {f"lm_heads.{head}.weight": [V, H] for head in range(K)}
     for head in range(K):
         for layer in range(2):
@@ -164,7 +165,7 @@ GATED = {
 def test_eagle3_names_shapes_and_config(exported: Callable, backbone: Path, to: str) -> None:
     heads = gated_heads()
     folder = exported(heads, to)
-    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, MODEL]
+    assert sorted(path.name for path in folder.iterdir()) == [MARK, CONFIG, MODEL]
     assert shapes(load_file(folder / MODEL)) == GATED
     config = read_json(folder / CONFIG)
     assert config["max_position_embeddings"] == read_json(backbone / CONFIG)["max_position_embeddings"]
@@ -594,7 +595,13 @@ def test_overwrite_replaces_nothing_but_exports(export_words: Callable, backbone
     assert (place / "notes" / "thesis.txt").read_text() == "mine"
     shutil.rmtree(place / "notes")
     assert main([*words, "--overwrite"]) == 2, "a generation config"
+    (place / "generation_config.json").unlink()
+    assert main([*words, "--overwrite"]) == 2, "the files of an export for vLLM, and of BERT"
     assert load_file(place / MODEL).keys() == load_file(backbone / MODEL).keys()
+    shutil.rmtree(place)
+    some_heads(num_heads=2).save_pretrained(place, provenance={"config": {}})
+    assert main([*words, "--overwrite"]) == 2, "trained heads"
+    assert MedusaHeads.from_pretrained(place).config.num_heads == 2
 
 
 def test_a_failed_export_is_detected_and_leaves_no_files(

@@ -30,6 +30,7 @@ from medusa import MedusaHeads, RequestError, Tree
 from medusa.__main__ import main
 from medusa.checkpoints.stored import CONFIG, PROVENANCE, WEIGHTS
 from medusa.errors import RunError
+from medusa.export import MARK
 from medusa.export.card import Facts, is_hub_id, model_card, read_benchmark, without_folders
 from medusa.export.hub_code import bundle
 from medusa.export.hub_code.decoding import keep, tree_forward
@@ -282,6 +283,14 @@ def test_wrong_requests_raise_a_one_line_error(options: dict[str, Any], words: s
     with pytest.raises(ValueError, match=words) as error:
         llama.generate(**inputs, custom_generate=exported, trust_remote_code=True)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_that_projects_its_hidden_states(tmp_path: Path) -> None:
+    """OPT-350m: its LM head reads half of the hidden size."""
+    model = tiny_model("opt", word_embed_proj_dim=16)
+    write_repository(random_heads(model, 2).checkpoint(), tmp_path, Facts())
+    found = by_hub(model, str(tmp_path), random_ids(5), max_new_tokens=8)
+    assert found[0, 5:].tolist() == plain(model, random_ids(5), max_new_tokens=8, do_sample=False)
 
 
 def test_models_without_tree_support_are_rejected(exported: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -728,7 +737,7 @@ def test_export_for_the_shipped_backbone(demo_heads: str, tmp_path: Path, capsys
     assert f"measured /home/me/runs/heads, not {demo_heads}" in out.err
     assert 'custom_generate="me/heads"' in out.out
     files = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
-    assert files == {CONFIG, WEIGHTS, PROVENANCE, CARD, GENERATE, REQUIREMENTS}
+    assert files == {MARK, CONFIG, WEIGHTS, PROVENANCE, CARD, GENERATE, REQUIREMENTS}
     config = json.loads((place / CONFIG).read_text())
     assert config["base_model_name_or_path"] == "demo"
     assert str(DEMO_BACKBONE) not in (place / CONFIG).read_text()
