@@ -8,7 +8,6 @@ import os
 import select
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -107,6 +106,9 @@ def _one_line(error: Exception | str) -> str:
     return told if len(told) <= LONGEST else f"{told[: LONGEST // 2]} ... {told[-LONGEST // 2 :]}"
 
 
+UNREAD = 128 + 13  # of programs that SIGPIPE ends, which Windows does not have
+
+
 def until_pipe_closes(run: Callable[[], int]) -> int:
     """Call `run` and return its exit status: that of SIGPIPE if the output's reader closes the pipe, as `head` does."""
     try:
@@ -118,11 +120,11 @@ def until_pipe_closes(run: Callable[[], int]) -> int:
     except BrokenPipeError:
         if not _discard_closed():  # the pipe of something else, such as a worker process
             raise
-        return 128 + signal.SIGPIPE
+        return UNREAD
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # rich ends the program if its console's pipe is closed
             _discard_closed()
-            return 128 + signal.SIGPIPE
+            return UNREAD
         raise
 
 

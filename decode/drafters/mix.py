@@ -17,19 +17,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.draft import Draft, Drafter, Frontier, forget
 from decode.drafters import parse
-from decode.drafters.base import (
-    DrafterConfig,
-    DrafterContext,
-    DrafterFactory,
-    require_at_least,
-    require_draftable_nodes,
-)
+from decode.drafters.base import DrafterConfig, DrafterContext, DrafterFactory, require_at_least
 from decode.drafters.layouts import Layout, TreeLike
 from decode.drafters.ngram import NgramConfig, NgramDrafter, NgramIndex
 from decode.session import Session
 from decode.topology import Topology
 from medusa.errors import RequestError
 from medusa.heads.independent import MedusaHeads
+from medusa.tree import MAX_NODES
 
 GAINS = (0.6, 0.5, 0.35, 0.3, 0.25, 0.2, 0.2, 0.2, 0.1)
 """Tokens that heads add to those of n-grams in a step, by the matching tokens before a copy, until a session knows."""
@@ -112,7 +107,8 @@ class MixConfig(DrafterConfig):
         if len(names) < 2:
             raise RequestError(f"drafter mix: {self.parts!r} is one drafter; join several by +, as in mix:heads+ngram")
         if not all(names):
-            raise RequestError(f"drafter mix: {self.parts!r} has an empty part; {NO_PLUS}")
+            why = f"; {NO_PLUS}" if "/" in self.parts else ""
+            raise RequestError(f"drafter mix: {self.parts!r} has an empty part{why}")
         if len(set(names)) < len(names):
             raise RequestError(f"drafter mix: {self.parts!r} names a drafter twice; name each once")
         try:
@@ -173,7 +169,8 @@ class Mix(DrafterFactory):
         self.tree = next((part.tree for part in parts if part.tree is not None), None)
         self.warm_up = max(part.warm_up for part in parts)
         everything = 1 + sum(part.num_nodes - 1 for part in parts)
-        require_draftable_nodes("mix", everything)
+        if everything > MAX_NODES:  # also with `nodes`, because all nodes are compared before the best ones are kept
+            raise RequestError(f"the parts of a mix draft up to {everything} nodes; at most {MAX_NODES} can be joined")
         self.num_nodes = min(nodes or everything, everything)
         self.num_bytes = sum({id(part.heads or part): part.num_bytes for part in parts}.values())  # heads count once
 

@@ -79,7 +79,7 @@ class SequentialHeads(MedusaHeads, ABC):
             return lm_head(features)
         own = head % len(self.lm_heads)  # with `lm_head: one` there is only one
         logits = product(features.reshape(1, -1, features.shape[-1]), self.lm_heads, slice(own, own + 1))
-        return logits.view(*features.shape[:-1], -1)
+        return logits.view(*features.shape[:-1], logits.shape[-1])
 
 
 class CascadeHeads(SequentialHeads):

@@ -636,6 +636,21 @@ def test_the_error_of_a_stage_names_the_command_whose_options_it_advises(tmp_pat
     assert not state.stages
 
 
+def test_a_run_whose_folder_was_moved_names_the_command_that_continues_it_there(tmp_path: Path) -> None:
+    request = options(minutes=3.0).request("digest")
+    FitState(tmp_path / "a", request, command="medusa fit x --output a --minutes 3").finish("plan", {"a": 1})
+    moved = (tmp_path / "a").rename(tmp_path / "b c")
+    with pytest.raises(RequestError, match=f"to continue it: medusa fit x --output '{moved}' --minutes 3; or"):
+        FitState(moved, request | {"minutes": 4.0})
+
+
+def test_a_run_of_an_earlier_version_continues_with_its_model_of_a_server(tmp_path: Path) -> None:
+    request = options(server="http://here", server_model="lora").request("digest")
+    held = {name: value for name, value in request.items() if name != "server_model"}
+    FitState(tmp_path, held).finish("plan", {"a": 1})
+    assert FitState(tmp_path, request).stages == {"plan": {"a": 1}}
+
+
 @pytest.mark.usefixtures("short_fit")
 def test_overwrite_deletes_an_earlier_run_only_once_the_new_one_is_planned(
     command: Callable[..., list[str]], place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]

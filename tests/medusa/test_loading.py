@@ -243,9 +243,7 @@ def test_an_adapter_that_transformers_loads_in_part_is_refused(tmp_path: Path) -
     tiny_model("llama").save_pretrained(tmp_path)
     config = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, init_lora_weights=False)
     get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), config).save_pretrained(tmp_path / "dora")
-    with pytest.raises(
-        RequestError, match=r"or transformers does not load them; merge the adapter \(peft: merge"
-    ):
+    with pytest.raises(RequestError, match=r"or transformers does not load them; merge the adapter \(peft: merge"):
         load_backbone(str(tmp_path / "dora"))
 
 

@@ -34,6 +34,7 @@ from medusa.errors import RequestError
 from medusa.files import Json, disk_may_fill, lock, read_json, require_absent, write_json
 
 TOKENS, ORDER, DONE, BUILDING = "tokens.bin", "order.bin", "datastore.json", "building.json"
+NEW = ".new"  # the folder, inside of a finished datastore, of the build that is to replace it
 FORMAT = 1
 MOST = 2**32 - DEPTH  # maximum number of tokens of a datastore, because positions are uint32
 
@@ -183,15 +184,15 @@ def build(
     `encode` returns the token ids of a piece. `about` holds `backbone`, `tokenizer` (the result of
     `tokenizer_fingerprint`), `vocab_size`, and every other setting that the ids depend on. To continue a build, give
     the same `pieces` in the same order, and the same `about`. `overwrite` deletes an unfinished build in `folder`. A
-    finished datastore stays until the new one, which is built in a folder beside it, is finished, too. `tell` receives
-    progress messages.
+    finished datastore stays until the new one, which is built in a folder inside of it, is finished, too. `tell`
+    receives progress messages.
 
     Raise a `RequestError` if `folder` holds other files or, without `overwrite`, a finished datastore or another build,
     or if the text is empty or has ids of another tokenizer; raise a `RunError` if the disk is full."""
     settings = json.loads(json.dumps(about | {"format": FORMAT, "depth": DEPTH}))  # as building.json returns them
     require_output(folder, overwrite)
     replaces = (folder / DONE).is_file()
-    place = folder.with_name(f".{folder.name}.new") if replaces else folder
+    place = folder / NEW if replaces else folder
     is_new = not folder.exists()
     full = disk_may_fill(folder, lambda: "the progress is kept: make room and run the same command again")
     with contextlib.ExitStack() as stack, full:

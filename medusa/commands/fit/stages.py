@@ -214,7 +214,8 @@ def calibration_stage(run: Run, choice: HeadsChoice, state: FitState) -> Stage:
     """The stage that finds the fastest tree for one kind of heads, after the text stage."""
     mean = state.stages["text"]["mean_tokens"] or run.plan.text_tokens / run.plan.texts  # 0: a server did not tell
     length = min(max(mean, 1), CALIBRATION_TOKENS)
-    different = len(set((run.work / TRAIN).read_text(encoding="utf-8").split("\n")) - {""})  # copies come after them
+    lines = (run.work / TRAIN).read_text(encoding="utf-8").split("\n") if (run.work / TRAIN).is_file() else ()
+    different = len({*lines} - {""}) or run.plan.texts  # copies come after all of them
     planned = run.plan.compiled
 
     def options(compiled: bool) -> CalibrateOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -36,11 +37,14 @@ class FitState:
             raise RequestError(f"{self.path} was not written by medusa fit; choose another --output")
         self.content = found
         for name in {**request, **held}:
+            if name == "server_model" and name not in held:
+                continue  # earlier versions did not keep it
             if held.get(name) != (value := request.get(name)):
                 own = {"model": "MODEL", "purpose": "--for", "tokens": "--max-new-tokens"}
                 option = own.get(name, f"--{name.replace('_', '-')}")
                 what = "other prompts" if name == "prompts" else f"{option} {held.get(name)!r}, not {value!r}"
-                same = found.get("command") or "type the same command"  # runs of earlier versions have none
+                # Runs of earlier versions have none. The folder may have been moved.
+                same = with_output(found.get("command") or "", folder) or "type the same command"
                 raise RequestError(
                     f"{folder} holds a run with {what}; to continue it: {same}; or choose another --output, or add "
                     "--overwrite to start again"
@@ -95,6 +99,14 @@ class FitState:
         """Write the state to the folder of the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.content)
+
+
+def with_output(command: str, folder: Path) -> str:
+    """Return a stored command line with `folder` as its --output."""
+    words = shlex.split(command)
+    if "--output" in words[:-1]:
+        words[words.index("--output") + 1] = str(folder)
+    return shlex.join(words)
 
 
 def remove_earlier(folder: Path, made: list[str]) -> None:

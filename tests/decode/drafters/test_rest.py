@@ -175,7 +175,7 @@ def _source(plan: RestConfig, model: Any) -> Any:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 class Killed(BaseException):
@@ -259,7 +259,11 @@ def test_a_build_does_not_resume_with_another_text_or_setting(tmp_path: Path) ->
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("cause", ["an id of another tokenizer", "an interruption", "no text"])
 def test_a_datastore_stays_until_the_one_that_replaces_it_is_finished(tmp_path: Path, cause: str) -> None:
-    store, good = tmp_path / "store", [Piece("here", ids) for ids in documents_of(7)]
+    """Also if it is named by a link, to which no folder beside it belongs."""
+    good = [Piece("here", ids) for ids in documents_of(7)]
+    (tmp_path / "place").mkdir()
+    store = tmp_path / "link"
+    store.symlink_to(tmp_path / "place")
     build(store, good, ids_of, about())
     before = files(store)
 
@@ -282,7 +286,8 @@ def test_a_datastore_stays_until_the_one_that_replaces_it_is_finished(tmp_path: 
     build(store, other, ids_of, about(), overwrite=True)
     assert files(store) == files(stored(tmp_path / "new" / "store", [ids_of(piece) for piece in other]))
     shutil.rmtree(tmp_path / "new")
-    assert [path.name for path in tmp_path.iterdir()] == ["store"], "nothing is left beside it"
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "place"}, "nothing is left beside it"
+    assert not (store / ".new").exists()
 
 
 @pytest.mark.usefixtures("small")
