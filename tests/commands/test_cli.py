@@ -977,7 +977,7 @@ def datastore(medusa: Any, place: Place, tmp_path: Path) -> Callable[..., tuple[
 def test_a_datastore_of_text_from_the_backbone(datastore: Any, generate: Any, place: Place, tmp_path: Path) -> None:
     done, store = datastore("--json", tmp_path / "built.json")
     assert done.status == 0, done.err
-    tokens = sum(len(prompt) + len(text) + 1 for prompt, text in zip(PROMPTS, place.texts, strict=True))
+    tokens = sum(len(prompt) + len(text) for prompt, text in zip(PROMPTS, place.texts, strict=True))
     assert f"store: 3 documents, {tokens} tokens" in done.err
     assert json.loads((tmp_path / "built.json").read_text(encoding="utf-8"))["tokens"] == tokens
     drafter = f"rest:{store},nodes=8,min_n=1"

@@ -98,6 +98,7 @@ def fake_methods(given: peer_methods.Settings) -> Iterator[tuple[str, Method]]:
     raise RuntimeError("no such kind")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_tree_check")
 def test_packages_are_compared_and_failures_reported(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

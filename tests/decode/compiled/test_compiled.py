@@ -442,6 +442,7 @@ def test_caches_of_kept_regions_take_limited_memory() -> None:
     assert [one for _, one in kept] == [seen[3], seen[2], seen[4]], "none was made again"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("traced")
 def test_a_longer_text_compiles_nothing(monkeypatch: pytest.MonkeyPatch, short_windows: None) -> None:
     """Windows and caches grow while the text is written, from one block on, and a longer prompt follows."""
