@@ -29,7 +29,7 @@ section. `demo` names the model, the heads and the prompts that come with the pa
 
 Results go to standard output, progress and warnings to standard error. The exit status is 0 for a finished run, 1 for a
 run that failed and 2 for a wrong request, which is answered with one line. After Ctrl-C it is 130, after SIGTERM 143,
-and 141 if nobody reads the output any more.
+and 141 if the reader of its output has gone.
 [Recipe keys](recipe.md) lists the keys of `medusa train`. `python scripts/commands_page.py` writes this page.
 """
 
