@@ -111,10 +111,9 @@ class MixConfig(DrafterConfig):
             raise RequestError(f"drafter mix: {self.parts!r} has an empty part{why}")
         if len(set(names)) < len(names):
             raise RequestError(f"drafter mix: {self.parts!r} names a drafter twice; name each once")
-        try:
-            self.configs = [parse(name) for name in names]
-        except RequestError as error:
-            raise RequestError(f"{error}; {NO_PLUS}" if "/" in self.parts else str(error)) from None
+        if (cut := next((name for name in names if "/" in name.partition(":")[0]), None)) is not None:
+            raise RequestError(f"drafter mix: {cut!r} is no drafter; {NO_PLUS}")
+        self.configs = [parse(name) for name in names]
         if any(isinstance(config, MixConfig) for config in self.configs):
             raise RequestError("drafter mix: a mix cannot contain a mix; name all drafters in one, joined by +")
         if self.least and not any(isinstance(config, NgramConfig) for config in self.configs):

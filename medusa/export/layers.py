@@ -63,7 +63,7 @@ def backbone_and_features(export: Export) -> tuple[PretrainedConfig, list[int]]:
     backbone = load_config(export.backbone, export.load).get_text_config(decoder=True)
     if backbone.hidden_size != head_sizes(backbone)[0]:
         raise RequestError(
-            f"{export.backbone} projects its hidden states, which no server's layer reads; take --to hub"
+            f"{export.backbone} projects its hidden states, which no server's layer reads; decode with this package"
         )
     if backbone.hidden_size != config.hidden_size or config.vocab_size not in (None, backbone.vocab_size):
         raise RequestError(f"these heads do not fit {export.backbone}, which has other sizes; name the right backbone")

@@ -396,7 +396,7 @@ def test_steps_are_compiled_on_a_gpu(
     assert replace(eager, compiled=compiled).seconds == plan.seconds, "a continued run may change its steps"
     assert f"steps        {told}" in describe(plan, found, choose_heads(wanted), wanted)
     run = stages.Run(options(compile=asked, out=str(tmp_path)), tmp_path, plan, found)
-    calibration = stages.calibration_stage(run, choose_heads(wanted)[0], WRITTEN)
+    calibration = stages.calibration_stage(run, choose_heads(wanted)[0], WRITTEN, 1000)
     assert ("--compile" in calibration.command) == compiled
     assert ("--compile" in stages.benchmark_stage(run, WRITTEN, compiled).command) == compiled
 
@@ -441,7 +441,7 @@ def gpu_stage(tmp_path: Path) -> Callable[..., stages.Stage]:
         run = stages.Run(wanted, tmp_path, make_plan(wanted, found, COSTS, 100, 20), found)
         if name == "benchmark":
             return stages.benchmark_stage(run, WRITTEN, True)
-        return stages.calibration_stage(run, choose_heads(wanted)[0], WRITTEN)
+        return stages.calibration_stage(run, choose_heads(wanted)[0], WRITTEN, 1000)
 
     return make
 
@@ -616,9 +616,9 @@ def test_calibration_reads_no_prompt_twice(tmp_path: Path) -> None:
     """Training answers some prompts several times, and copies make no figure more certain."""
     state, run = FitState(tmp_path, {}), stages.Run(options(), tmp_path, planned(), PROBE)
     state.stages["text"] = {"mean_tokens": 20}
-    write_prompts(tmp_path / stages.TRAIN, [parse_record({"text": f"abc{n % 50}"}, f"mine:{n}") for n in range(90)])
     choice = choose_heads(options())[0]
-    assert "--max-prompts 50" in stages.calibration_stage(run, choice, state).command
+    assert "--max-prompts 50" in stages.calibration_stage(run, choice, state, 50).command
+    assert "--max-prompts 300" in stages.calibration_stage(run, choice, state, 2000).command, "6,000 tokens are enough"
 
 
 @pytest.mark.parametrize("kind", [RequestError, RunError])
@@ -868,7 +868,7 @@ def test_a_server_gets_the_speedup_of_the_heads_alone(
     points = [CalibrationPoint(8, [[0]], 1.2, 2.0), CalibrationPoint(11, [], 1.9, 1.0, drafter="ngram")]
     found = Calibration(points, 1, [1.0], {}, RecordedTexts(9), chosen_tree=0)
     monkeypatch.setattr(stages, "find_tree", lambda options: found)
-    stage = stages.calibration_stage(run, choose_heads(run.options)[0], WRITTEN)
+    stage = stages.calibration_stage(run, choose_heads(run.options)[0], WRITTEN, 1000)
     assert stage.work()["drafter"] == ("heads" if purpose == "vllm" else "ngram")
 
 

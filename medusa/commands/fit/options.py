@@ -146,11 +146,8 @@ class FitOptions(Options):
         names = ("purpose", "minutes", "kind", "compare", "tokens", "ignore_eos", "raw")
         about = {name: getattr(self, name) for name in names}
         # Runs of earlier versions do not have these.
-        about["start"], about["server"], about["server_model"] = (
-            self.start,
-            bool(self.server) or None,
-            self.server_model,
-        )
+        about["start"], about["server"] = self.start, bool(self.server) or None
+        about["server_model"] = self.server_model
         about["template_option"] = list(self.template_option) or None
         about["ignore_generation_config"] = self.ignore_generation_config or None
         load = {name: getattr(self.load, name) for name in ("dtype", "device", "attention", "revision", "quantization")}

@@ -92,7 +92,7 @@ def make(run: Run, state: FitState, sides: Split, choices: list[HeadsChoice]) ->
     for choice in choices:
         finish(training_stage(run, choice), run, state)
     for choice in choices:
-        finish(calibration_stage(run, choice, state), run, state)
+        finish(calibration_stage(run, choice, state, len(sides.train)), run, state)
     best = fastest(choices, state)
     install(run.work / best.name, run.options.folder)
     state.content["kind"] = best.name
@@ -210,12 +210,12 @@ def recipe(run: Run, choice: HeadsChoice) -> Json:
     }
 
 
-def calibration_stage(run: Run, choice: HeadsChoice, state: FitState) -> Stage:
-    """The stage that finds the fastest tree for one kind of heads, after the text stage."""
+def calibration_stage(run: Run, choice: HeadsChoice, state: FitState, different: int) -> Stage:
+    """The stage that finds the fastest tree for one kind of heads, after the text stage.
+
+    It reads at most `different` prompts: those after them are copies (`write_sides`)."""
     mean = state.stages["text"]["mean_tokens"] or run.plan.text_tokens / run.plan.texts  # 0: a server did not tell
     length = min(max(mean, 1), CALIBRATION_TOKENS)
-    lines = (run.work / TRAIN).read_text(encoding="utf-8").split("\n") if (run.work / TRAIN).is_file() else ()
-    different = len({*lines} - {""}) or run.plan.texts  # copies come after all of them
     planned = run.plan.compiled
 
     def options(compiled: bool) -> CalibrateOptions:

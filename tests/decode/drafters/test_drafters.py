@@ -167,7 +167,10 @@ def test_up_to_the_end_of_the_context(drafter: Guesser) -> None:
         ("ngram:tokens=10,matches=1000000000", "a draft has up to 10000000001 nodes; at most 4096"),
         ("rest:x,nodes=5000000", "a draft has up to 5000000 nodes; at most 4096"),
         ("mix:rest:runs/c+++ngram", "has an empty part; a mix is split at each +, so a path in it cannot hold one"),
-        ("mix:rest:a+b/store+ngram", "lookahead, mix; a mix is split at each +, so a path in it cannot hold one"),
+        (
+            "mix:rest:a+b/store+ngram",
+            "'b/store' is no drafter; a mix is split at each +, so a path in it cannot hold one",
+        ),
         ("rest:a,b", "no option 'b'; options are split at each comma, so a path cannot hold one"),
         ("lookahead:window=0", "drafter lookahead: window is 0; it must be at least 1"),
         ("lookahead:guesses=0", "drafter lookahead: guesses is 0; it must be at least 1"),

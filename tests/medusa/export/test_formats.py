@@ -31,7 +31,7 @@ from medusa.files import read_json
 from medusa.fingerprint import fingerprint
 from medusa.heads.inputs import HeadInputs
 from medusa.loading import LoadOptions
-from tests.helpers import HIDDEN, VOCAB, tiny_model
+from tests.helpers import HIDDEN, VOCAB, random_heads, tiny_model
 
 H, V, K = HIDDEN, VOCAB, 3
 MODEL = "model.safetensors"
@@ -576,6 +576,19 @@ def test_equal_blocks_are_exported_for_the_originals_loader(exported: Callable) 
     heads = some_heads(num_layers=2)
     heads.blocks[1].load_state_dict(heads.blocks[0].state_dict())
     assert same(MedusaHeads.from_pretrained(exported(heads, "original-v1")), heads)
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
+def test_layers_of_a_model_that_projects_its_states_are_refused_for_that_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture, to: str
+) -> None:
+    """OPT-350m. Its name is right, so to name another model would not help."""
+    model = tiny_model("opt", word_embed_proj_dim=16)
+    model.save_pretrained(tmp_path / "opt")
+    random_heads(model, 2, kind="eagle", block="gated", lm_head="shared").save_pretrained(tmp_path / "heads")
+    words = ["export", str(tmp_path / "heads"), "--to", to, "--backbone", str(tmp_path / "opt")]
+    assert main([*words, "--output", str(tmp_path / "out")]) == 2
+    assert "projects its hidden states, which no server's layer reads" in capsys.readouterr().err
 
 
 def test_overwrite_replaces_an_export(exported: Callable) -> None:
